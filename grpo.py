@@ -1,0 +1,442 @@
+"""GRPO: Group Relative Policy Optimization (Shao et al., "DeepSeekMath", 2024, section 4).
+
+For each prompt sample a group of G completions and score them. A completion's advantage is how far
+its reward lies from its group's mean, in standard deviations; all of its tokens share it:
+
+    A_i     = (R_i - mean(R)) / (std(R) + eps)
+    rho_it  = exp(logp_it - old_logp_it)                    (1 in the first update of a batch)
+    loss_it = -min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i) + beta KL(pi || ref)_it
+    loss    = mean over completions of the mean over their tokens
+
+It is PPO without a critic: the group's mean is the baseline. Next to rloo.py it has the std, the
+ratio with its clip, and the KL in the loss. Dr. GRPO is `--no-scale-by-std --loss-aggregation
+constant`, DAPO's loss `--clip-eps-high 0.28 --loss-aggregation token-mean`. Left out: process
+rewards, DAPO's dynamic sampling. The std weighs prompts by difficulty: a bias, see the README.
+
+Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly, policy/clip_frac stay small.
+The loss says nothing: advantages are centred, so it stays near 0 while the model learns.
+
+    python grpo.py                                        # the built-in task, on any machine
+    python grpo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 16      # on a GPU
+    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k
+"""
+
+import importlib.util
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve other processes
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within one process
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import common
+from common import across, fail, gather
+
+SCRIPT, HERE = Path(__file__).stem, Path(__file__).resolve().parent
+Aggregation = Literal["sequence-sum", "sequence-mean", "token-mean", "constant"]
+
+
+@dataclass
+class Args:
+    # data
+    model: str = "Qwen/Qwen3-0.6B"  # causal language model to train: a folder or a hub name
+    dataset: str = "openai/gsm8k"  # problems to train on: a .jsonl file or a hub name
+    dataset_config: str = ""  # the hub data set's configuration ("": main, or the only one)
+    split: str = "train"  # the hub data set's split to train on
+    prompt_field: str = ""  # text or chat messages ("": the first of prompt, question, problem)
+    answer_field: str = "answer"  # the right answer, handed to `reward`
+    prompt_template: str = "{prompt}"  # text around a text prompt, which replaces {prompt}
+    eval_dataset: str = ""  # held-out problems: a .jsonl file or a hub name ("": as --eval-split)
+    eval_split: str = "test"  # hub split to evaluate on ("" or a file: the last of --dataset)
+    eval_problems: int = 200  # held-out problems scored at each evaluation, at most
+    reward_model: str = ""  # classifier with one label that scores instead of `reward` ("": none)
+    output_dir: str = ""  # the run's folder, new or empty ("": runs/<script>-<time>)
+    resume: str = ""  # folder of a stopped run to go on with; its flags are kept
+    seed: int = 0  # of the order of the problems and of the samples
+
+    # rollouts
+    steps: int = 200  # batches of rollouts to train on
+    prompts_per_step: int = 32  # prompts in a batch, over all processes
+    group_size: int = 16  # completions sampled for each prompt
+    max_prompt_tokens: int = 512  # longest prompt, chat template included; a longer one is an error
+    max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
+    temperature: float = 1.0  # of the samples and of the log-probs they are trained with
+
+    # algorithm
+    minibatches: int = 1  # updates made of each pass over a batch
+    update_epochs: int = 1  # passes over each batch
+    clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
+    clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
+    beta: float = 0.0  # weight of KL(policy || initial model) in the loss (0: no reference model)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2: the KL's gradient; k3: nearly; k1: none
+    scale_by_std: bool = True  # divide advantages by the group's standard deviation
+    loss_aggregation: Aggregation = "sequence-mean"  # how token losses add up (Dr. GRPO: constant)
+
+    # optimizer
+    learning_rate: float = 1e-6  # AdamW's, after the warm-up
+    warmup_steps: int = 10  # steps over which the learning rate rises from 0
+    weight_decay: float = 0.0  # AdamW's
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+
+    # engine
+    rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if it runs here
+    gpu_memory_utilization: float = 0.4  # share of the GPU's memory for vLLM, while it samples
+    mismatch_cap: float = 2.0  # cap of the weights trainer/engine probability (0: no weights)
+    mismatch_limit: float = 0.1  # mean |trainer - engine| log-prob, in nats, that stops the run
+    tokens_per_micro_batch: int = 16384  # tokens in one forward pass, padding included
+    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the compute; auto: bfloat16 on GPU
+
+    # logging
+    eval_every: int = 20  # steps between evaluations on the held-out problems
+    save_every: int = 20  # steps between checkpoints to resume from; the last two are kept
+    sample_every: int = 1  # steps between groups of completions written to samples.jsonl
+    track: Literal["none", "wandb", "trackio"] = "none"  # where else to send the metrics
+
+
+# The defaults of a run without --model: 112,000 parameters learn sums in a minute on two cores.
+TINY = {
+    "model": f"{HERE}/tiny/model",
+    "dataset": f"{HERE}/tiny/train.jsonl",
+    "eval_dataset": f"{HERE}/tiny/heldout.jsonl",
+    "steps": 60,
+    "prompts_per_step": 16,
+    "max_prompt_tokens": 32,
+    "max_completion_tokens": 32,
+    "minibatches": 4,
+    "learning_rate": 1e-4,
+    "warmup_steps": 3,
+    "eval_every": 10,
+}
+
+
+def check(args):
+    """Refuses what can be known to be wrong before anything is loaded."""
+    common.check_numbers(args)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.group_size < 2:
+        fail("--group-size must be 2 or more: one completion has no group to be compared with")
+    if args.prompts_per_step % world:
+        fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {world} processes")
+    if (rows := args.prompts_per_step // world * args.group_size) % args.minibatches:
+        fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
+    if args.kl_estimator == "k1":
+        fail("--kl-estimator k1: as a loss its expected gradient is zero; choose k2 or k3")
+    if "{prompt}" not in args.prompt_template:
+        fail("--prompt-template must contain {prompt}, which the prompt replaces")
+    if args.rollout_engine == "vllm" and common.why_no_vllm():
+        fail(f"--rollout-engine vllm: {common.why_no_vllm()}")
+
+
+def load_problems(args):
+    """(training, held-out) problems, lists of {"prompt": text or chat messages, "answer": text}."""
+    on_hub = not args.dataset.endswith((".jsonl", ".json"))
+    train = common.read_problems(args.dataset, args, args.split)
+    if args.eval_dataset or (on_hub and args.eval_split):
+        held_out = common.read_problems(args.eval_dataset or args.dataset, args, args.eval_split)
+        held_out = held_out[: args.eval_problems]
+    else:
+        count = min(args.eval_problems, max(1, len(train) // 10))
+        train, held_out = train[:-count], train[-count:]
+    if not train or not held_out:
+        raise ValueError(f"{args.dataset} needs one problem to train on and one to hold out")
+    return train, held_out
+
+
+# ------------------------------------ The function to edit -------------------------------------
+def reward(prompt, completion, answer):
+    """Score (a float) of a completion (text): 1 if the number it ends with is the answer's, else 0.
+
+    prompt and answer are the data's; the prompt has its template, but not the chat's.
+    """
+    target = common.final_number(answer)
+    if target is None:
+        raise ValueError(f"the answer {answer[:80]!r} has no number, so edit this function")
+    return float(common.final_number(completion) == target)
+
+
+# ---------------------------------------- The algorithm ----------------------------------------
+def group_advantages(rewards, scale_by_std=True, eps=1e-8):
+    """A_i = (R_i - mean) / (std + eps) in each prompt's group (DeepSeekMath, section 4.1.2).
+
+    rewards and result (P, G). The std is the population's (divided by G); a uniform group gets
+    exactly 0. Without the std it is Dr. GRPO's advantage (Liu et al., 2025), (G-1)/G times RLOO's.
+    """
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if scale_by_std:
+        advantages = advantages / (rewards.std(1, correction=0, keepdim=True) + eps)
+    uniform = (rewards == rewards[:, :1]).all(1, keepdim=True)
+    return advantages.masked_fill(uniform, 0.0)
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=0.2, clip_eps_high=0.2):
+    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) per token (PPO, 2017, equation 7).
+
+    logprobs, old_logprobs, mask (B, T), advantages (B, 1) or (B, T). Returns the loss (B, T), 0
+    where mask is 0, and a bool (B, T) that is true where the clip took the gradient away.
+    """
+    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
+    loss = -torch.min(unclipped, clipped)
+    return torch.where(mask, loss, 0.0), mask & (clipped < unclipped)
+
+
+def loss_weights(mask, how, max_tokens):
+    """Weights (B, T) of the per-token losses: loss = (per_token * weights).sum().
+
+    mask (B, T) has all of this process's rows of one update. Sequences and tokens are counted over
+    all processes, so that no split into micro-batches or processes changes the gradient.
+    """
+    sequences = across(torch.tensor(float(len(mask))))
+    tokens = across(mask.sum().float()).clamp(min=1)
+    length = mask.sum(1, keepdim=True).clamp(min=1)
+    divisors = {
+        "sequence-sum": sequences,
+        "sequence-mean": sequences * length,
+        "token-mean": tokens,
+        "constant": sequences * max_tokens,
+    }
+    return mask / divisors[how]
+
+
+def update(model, ref_model, optimizer, batch, args, autocast, seed):
+    """All updates of one batch. Returns the metrics, means over the trained tokens.
+
+    batch: mask, engine_logprobs (B, T), advantages (B, 1), input_ids (B, T+1), of this process.
+    """
+    budget, updates = args.tokens_per_micro_batch, args.minibatches * args.update_epochs
+    # A completion with advantage 0 has no gradient, unless it is held to the reference model.
+    trained = (batch["advantages"] != 0).any(1) | (args.beta > 0)
+    to_score = (batch, trained.nonzero()[:, 0].tolist(), args.temperature, budget, autocast)
+    if updates > 1:
+        batch["old_logprobs"] = common.batch_logprobs(model, *to_score)
+    if ref_model:
+        batch["ref_logprobs"] = common.batch_logprobs(ref_model, *to_score)
+    shuffle = torch.Generator().manual_seed(seed)
+    order = [torch.randperm(len(trained), generator=shuffle) for _ in range(args.update_epochs)]
+    sums, largest, norms = defaultdict(float), defaultdict(float), []
+    for rows in [rows for epoch in order for rows in epoch.chunk(args.minibatches)]:
+        weights = loss_weights(
+            batch["mask"][rows], args.loss_aggregation, args.max_completion_tokens
+        )
+        batch["weights"] = torch.zeros(batch["mask"].shape).index_copy(0, rows, weights)
+        rows = rows[trained[rows]].tolist()
+        for _, part in common.micro_batches(batch, rows, budget, model.device):
+            mask, engine_logprobs = part["mask"], part["engine_logprobs"]
+            with autocast:
+                logprobs, entropy = common.token_logprobs(
+                    model, part["input_ids"], mask, args.temperature
+                )
+            # With one update per batch the policy is still the old one, and no pass is paid.
+            old_logprobs = part.get("old_logprobs", logprobs.detach())
+            clip = (args.clip_eps_low, args.clip_eps_high)
+            losses, clipped = policy_loss(logprobs, old_logprobs, part["advantages"], mask, *clip)
+            if args.mismatch_cap:
+                losses = losses * common.rollout_correction(
+                    old_logprobs, engine_logprobs, mask, args.mismatch_cap
+                )
+            if ref_model:
+                kl = common.kl_estimate(logprobs, part["ref_logprobs"], args.kl_estimator)
+                losses = losses + args.beta * kl
+                sums["kl/mean"] += kl.detach().sum()
+            loss = (losses * part["weights"]).sum()
+            loss.backward()
+            mismatch = (old_logprobs - engine_logprobs).abs() * mask
+            largest["engine/mismatch_max"] = max(
+                largest["engine/mismatch_max"], mismatch.max().item()
+            )
+            sums["loss/policy"] += loss.detach() / updates
+            sums["policy/clip_frac"] += clipped.sum()
+            sums["policy/entropy"] += entropy.detach().sum()
+            sums["engine/mismatch"] += mismatch.sum()
+            sums["tokens"] += mask.sum()
+            sums["positions"] += mask.numel()
+        norms.append(common.clip_gradient(model, args.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return common.mean_metrics(sums, largest, norms)
+
+
+# ------------------------------------------ Rollouts -------------------------------------------
+class VLLMEngine:
+    """Rollouts with vLLM in this process, with the interface of common.TransformersEngine."""
+
+    def __init__(self, args, stop_ids, pad_id, device, dtype):
+        from vllm import LLM, SamplingParams
+
+        self.sleeps, self.asleep = device.type == "cuda", False
+        options = {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True}
+        if self.sleeps:
+            options = {"gpu_memory_utilization": args.gpu_memory_utilization}
+        else:
+            torch.compiler.set_stance("force_eager")  # compiling takes longer than it saves
+        if "RANK" in os.environ:
+            options["distributed_executor_backend"] = "external_launcher"
+        self.llm = LLM(
+            args.model,
+            dtype=dtype,
+            max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
+            logprobs_mode="processed_logprobs",  # those of the temperature it samples at
+            generation_config="vllm",  # not the checkpoint's sampling settings
+            enable_sleep_mode=self.sleeps,
+            seed=args.seed,
+            use_tqdm_on_load=False,
+            **options,
+        )
+        self.params = partial(
+            SamplingParams,
+            top_p=1.0,
+            top_k=0,
+            stop_token_ids=sorted(stop_ids),
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def sync(self, weights):
+        """Hands over (name, tensor) of all weights, and forgets what was computed with the old."""
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+        self.asleep = False
+        self.llm.reset_prefix_cache()
+
+    def generate(self, prompts, samples, temperature, max_tokens, seed):
+        params = {"n": samples, "temperature": temperature, "max_tokens": max_tokens}
+        # A prompt's samples take the seeds from its own on.
+        params = [self.params(seed=seed + i * samples, **params) for i in range(len(prompts))]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
+        outputs = [output for request in requests for output in request.outputs]
+        completions = [list(output.token_ids) for output in outputs]
+        logprobs = [
+            [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+            for output in outputs
+        ]
+        return completions, logprobs
+
+    def sleep(self):
+        """Gives the GPU's memory to the update."""
+        if self.sleeps:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+
+def evaluate(engine, model, tokenizer, problems, args, scorer):
+    """Mean reward of a greedy completion of each problem, over all processes; shows three."""
+    problems = common.share(problems)
+    engine.sync(common.full_weights(model))
+    prompts = [problem["ids"] for problem in problems]
+    completions, _ = engine.generate(prompts, 1, 0.0, args.max_completion_tokens, args.seed)
+    engine.sleep()
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = common.score(problems, texts, scorer)
+    for problem, text, value in list(zip(problems, texts, rewards, strict=True))[:3]:
+        common.say(f"    {value:g}  {str(problem['prompt'])[-80:]!r} -> {text[-200:]!r}")
+    rewards = gather(rewards)
+    return sum(rewards) / len(rewards)
+
+
+def main(args):
+    check(args)
+    train, held_out = common.attempt("--dataset", load_problems, args)
+    common.score(train[:1], [""], reward)  # one that raises does so before a model is loaded
+    device = common.start_processes()
+    run_dir = common.open_run(args, SCRIPT)
+
+    # The policy: float32 weights, computing in `dtype`. The reference is the model it starts from.
+    tokenizer = common.attempt("--model", common.load_tokenizer, args.model)
+    common.encode_problems(train + held_out, tokenizer, args.max_prompt_tokens)
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+    model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
+    ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay
+    )
+    scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
+    stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
+
+    no_vllm = "as asked" if args.rollout_engine == "transformers" else common.why_no_vllm()
+    make_engine = common.TransformersEngine if no_vllm else VLLMEngine
+    engine = make_engine(args, stop_ids, tokenizer.pad_token_id, device, dtype)
+    common.show_header(SCRIPT, args, run_dir, model, no_vllm, dtype, len(train), len(held_out))
+
+    tracker = common.start_tracker(args, run_dir)
+    evaluation = (engine, model, tokenizer, held_out, args, scorer)
+    start, began = 0, time.perf_counter()
+    if args.resume:
+        start = common.load_checkpoint(run_dir, args.steps, policy=(model, optimizer))
+    else:
+        row = {"step": 0, "eval/accuracy": evaluate(*evaluation)}
+        common.log_step(run_dir, row, args.steps, tracker)
+    stopped = common.catch_signals()
+
+    for step in range(start + 1, args.steps + 1):
+        clock = [time.perf_counter()]
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * min(1, step / max(1, args.warmup_steps))
+
+        # 1. Generate: this process's prompts, with this step's weights.
+        problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
+        problems = common.share(problems)
+        prompts = [problem["ids"] for problem in problems]
+        seed = common.seed_of(args.seed, step, common.rank())
+        engine.sync(common.full_weights(model))
+        completions, engine_logprobs = engine.generate(
+            prompts, args.group_size, args.temperature, args.max_completion_tokens, seed
+        )
+        engine.sleep()
+        clock.append(time.perf_counter())
+
+        # 2. Score.
+        problems = [problem for problem in problems for _ in range(args.group_size)]
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        rewards = common.score(problems, texts, scorer)
+        clock.append(time.perf_counter())
+
+        # 3. Advantages.
+        groups = torch.tensor(rewards).view(-1, args.group_size)
+        advantages = group_advantages(groups, args.scale_by_std).view(-1, 1)
+
+        # 4. Update.
+        prompts = [problem["ids"] for problem in problems]
+        batch = common.make_batch(prompts, completions, engine_logprobs, tokenizer.pad_token_id)
+        batch["advantages"] = advantages
+        metrics = update(model, ref_model, optimizer, batch, args, autocast, seed)
+        clock.append(time.perf_counter())
+
+        # 5. Log, evaluate, save. The next step begins by synchronising the engine.
+        row = {"step": step, "policy/learning_rate": optimizer.param_groups[0]["lr"], **metrics}
+        row |= common.rollout_metrics(rewards, completions, stop_ids, args.group_size)
+        if (metrics["engine/mismatch"] or 0) > args.mismatch_limit:
+            what = f"engine and trainer differ by {metrics['engine/mismatch']:.3f} nats a token"
+            fail(f"{what}, over --mismatch-limit: the engine does not run the trainer's weights")
+        row |= common.time_metrics(clock, sum(map(len, completions)))
+        last = step == args.steps or common.any_process(stopped)
+        if step % args.eval_every == 0 or step == args.steps:
+            row["eval/accuracy"] = evaluate(*evaluation)
+        common.log_step(run_dir, row, args.steps, tracker)
+        if step % args.sample_every == 0:
+            common.log_samples(run_dir, step, problems, texts, rewards, advantages, args.group_size)
+        if last or step % args.save_every == 0:
+            common.save_checkpoint(run_dir, step, policy=(model, optimizer))
+        if last and step < args.steps:
+            common.stop_run(run_dir, SCRIPT)
+    common.finish_run(run_dir, model, tokenizer, dtype, time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main(common.parse_args(Args, TINY, __doc__))
