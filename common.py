@@ -9,6 +9,7 @@ import atexit
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+# Without torchrun there is one process, which torch finds worth a warning.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
@@ -53,6 +57,12 @@ HARMLESS |= {"gradient_checkpointing", "eval_every", "save_every", "sample_every
 # ------------------------------------- Errors and flags -------------------------------------
 def fail(message):
     """Ends the run with one line on the screen and exit status 1."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun shows at the end
+        report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
+        Path(path).write_text(json.dumps({"message": report}))
+    if dist.is_initialized():  # the others may be anywhere: leave at once, torchrun ends them
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
     raise SystemExit(f"error: {message}")
 
 
@@ -101,13 +111,21 @@ def parse_args(Args, tiny, description):
     return Args(**values)
 
 
-def check_numbers(args):
-    """fail() unless all numbers in args are finite and positive; some may be 0."""
+def check_flags(args):
+    """fail() where a flag that all scripts have is wrong; returns a process's prompts per step."""
     may_be_0 = ("seed", "learning_rate", "warmup_steps", "weight_decay", "beta", "mismatch_cap")
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not (0 < value < math.inf or (value == 0 and name in may_be_0)):
-                fail(f"--{name.replace('_', '-')} must be a number above 0, not {value}")
+        number = type(value) in (int, float)
+        if number and not (0 < value < math.inf or (value == 0 and name in may_be_0)):
+            fail(f"--{name.replace('_', '-')} must be a number above 0, not {value}")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if args.prompts_per_step % processes:
+        fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {processes} processes")
+    if "{prompt}" not in args.prompt_template:
+        fail("--prompt-template must contain {prompt}, which the prompt replaces")
+    if args.rollout_engine == "vllm" and why_no_vllm():
+        fail(f"--rollout-engine vllm: {why_no_vllm()}")
+    return args.prompts_per_step // processes
 
 
 # ------------------------------------- Problems and text ------------------------------------
@@ -255,7 +273,7 @@ def final_number(text):
                     break
             text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
         match = None
-        for match in _NUMBER.finditer(text):
+        for match in _NUMBER.finditer(text):  # noqa: B007
             pass
     if not match or len(match[0]) > 60 or (match[3] and not int(match[3])):
         return None
@@ -508,8 +526,16 @@ def start_processes():
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group()
-        atexit.register(dist.destroy_process_group)
+        # vLLM does it itself, and fails if it was done.
+        atexit.register(lambda: "vllm" in sys.modules or dist.destroy_process_group())
     return torch.device(device)
+
+
+def precision(dtype, device):
+    """(the dtype to compute in, the autocast context for it) of --dtype."""
+    bf16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+    return torch.bfloat16 if bf16 else torch.float32, autocast
 
 
 def rank():
@@ -523,7 +549,7 @@ def world_size():
 
 
 def share(items):
-    """This process's part of a list: in order, and as long as the others' where that is possible."""
+    """This process's part of a list, in order, and as long as the others' if that is possible."""
     return items[len(items) * rank() // world_size() : len(items) * (rank() + 1) // world_size()]
 
 
@@ -563,7 +589,9 @@ def load_model(kind, name, device, gradient_checkpointing=False, **options):
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for module in [*blocks, model]:
         # The loss is each process's share of a sum, so gradients are summed, not averaged.
-        fully_shard(module).set_gradient_divide_factor(1.0)
+        fully_shard(module)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -608,35 +636,64 @@ def micro_batches(batch, rows, budget, device):
         yield part, piece
 
 
-def make_batch(prompts, completions, engine_logprobs, pad_id):
+def make_batch(problems, completions, engine_logprobs, pad_id):
     """The tensors of B rollouts, lists of ids and of log-probs: input_ids (B, T), mask (B, T-1),
     engine_logprobs (B, T-1)."""
-    input_ids, mask = collate(prompts, completions, pad_id)
+    input_ids, mask = collate([problem["ids"] for problem in problems], completions, pad_id)
     flat = torch.tensor([value for row in engine_logprobs for value in row])
     logprobs = torch.zeros(mask.shape).masked_scatter(mask, flat)
     return {"input_ids": input_ids, "mask": mask, "engine_logprobs": logprobs}
 
 
-def mean_metrics(sums, largest, norms):
-    """Metrics of an update over all processes: sums over the tokens become means (None where no
-    token was trained), `largest` maxima, `norms` the mean gradient norm."""
-    values = across(torch.tensor([float(value) for value in sums.values()], dtype=torch.float64))
-    totals = dict(zip(sums, values.tolist(), strict=True))
-    loss, tokens = totals.pop("loss/policy"), totals.pop("tokens")
-    padding = 1 - tokens / totals.pop("positions")
-    metrics = {"loss/policy": loss, "policy/grad_norm": sum(norms) / len(norms)}
-    metrics |= {name: total / tokens if tokens else None for name, total in totals.items()}
-    values = across(torch.tensor(list(largest.values())), dist.ReduceOp.MAX).tolist()
-    return {**metrics, **dict(zip(largest, values, strict=True)), "throughput/padding": padding}
+class Totals:
+    """Metrics of an update: sums over the tokens of its micro-batches, and all gradient norms."""
+
+    def __init__(self):
+        self.sums, self.tokens, self.positions, self.loss = {}, 0, 0, 0.0
+        self.largest_mismatch, self.norms = 0.0, []
+
+    def count(self, mask, loss, metrics):
+        """Adds a micro-batch's loss (a scalar), and its metrics (B, T-1) where mask is true."""
+        for name, values in metrics.items():
+            total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
+            self.sums[name] = self.sums.get(name, 0) + total.item()
+        mismatch = torch.where(mask, metrics["engine/mismatch"].detach(), 0.0).max().item()
+        self.largest_mismatch = max(self.largest_mismatch, mismatch)
+        self.tokens += mask.sum().item()
+        self.positions += mask.numel()
+        self.loss += loss.item()
+
+    def metrics(self):
+        """Means over the tokens of all processes, None where there was none; over the updates."""
+        counted = [self.loss, self.tokens, self.positions, *self.sums.values()]
+        counted = across(torch.tensor(counted, dtype=torch.float64)).tolist()
+        loss, tokens, positions, *sums = counted
+        means = [total / tokens if tokens else None for total in sums]
+        largest = across(torch.tensor(self.largest_mismatch), dist.ReduceOp.MAX).item()
+        return {
+            "loss/policy": loss / len(self.norms),
+            "policy/grad_norm": sum(self.norms) / len(self.norms),
+            **dict(zip(self.sums, means, strict=True)),
+            "engine/mismatch_max": largest,
+            "throughput/padding": 1 - tokens / positions,
+        }
+
+
+def check_mismatch(mismatch, limit):
+    """fail() where a mean difference of log-probs (nats, or None) is over the limit."""
+    if mismatch is not None and not mismatch <= limit:
+        what = f"engine and trainer differ by {mismatch:.2g} nats a token, over --mismatch-limit"
+        fail(f"{what} {limit}: the engine does not run the trainer's weights")
 
 
 @torch.no_grad()
-def batch_logprobs(model, batch, rows, temperature, budget, autocast):
+def batch_logprobs(model, batch, rows, args, autocast):
     """Log-probs (B, T-1) of a batch's `rows` under a model, 0 in the others."""
     logprobs = torch.zeros(batch["mask"].shape)
-    for part, piece in micro_batches(batch, rows, budget, model.device):
+    for part, piece in micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
         with autocast:
-            values, _ = token_logprobs(model, piece["input_ids"], piece["mask"], temperature)
+            ids, mask = piece["input_ids"], piece["mask"]
+            values, _ = token_logprobs(model, ids, mask, args.temperature)
         logprobs[part, : values.shape[1]] = values[: len(part)].cpu()
     return logprobs
 
@@ -767,7 +824,7 @@ def say(*words):
 
 
 def rollout_metrics(rewards, completions, stop_ids, group_size):
-    """Metrics of the batches of all processes: rewards and completions are lists, one for each row."""
+    """Metrics over all processes of their rewards and completions (lists, one a row)."""
     rewards = torch.tensor(gather(rewards), dtype=torch.float64)
     lengths = gather([len(ids) for ids in completions])
     ended = gather([truncate_at_stop(ids, stop_ids)[1] for ids in completions])
@@ -783,8 +840,8 @@ def rollout_metrics(rewards, completions, stop_ids, group_size):
 
 def time_metrics(clock, tokens):
     """Seconds of each phase, from the times between them, and this step's tokens a second."""
-    phases = zip(("generate", "score", "update"), clock, clock[1:])
-    seconds = {f"time/{name}": end - start for name, start, end in phases}
+    seconds = [end - start for start, end in itertools.pairwise(clock)]
+    seconds = dict(zip(("time/generate", "time/score", "time/update"), seconds, strict=True))
     tokens = sum(gather([tokens]))
     rate = tokens / (clock[-1] - clock[0])
     return {**seconds, "time/step": clock[-1] - clock[0], "throughput/tokens_per_second": rate}
@@ -823,14 +880,13 @@ def log_step(run_dir, row, steps, tracker):
     say(f"{row['step']:4d}/{steps}  " + "  ".join(shown))
 
 
-def log_samples(run_dir, step, problems, completions, rewards, advantages, count):
-    """Writes the first `count` completions of a step, one group, with what they were given."""
-    rows = zip(problems, completions, rewards, advantages.tolist(), strict=True)
-    names = ("step", "prompt", "answer", "completion", "reward", "advantage")
-    rows = [(step, p["prompt"], p["answer"], text, r, a[0]) for p, text, r, a in rows]
-    write_rows(
-        run_dir / "samples.jsonl", [dict(zip(names, row, strict=True)) for row in rows[:count]]
-    )
+def log_samples(run_dir, step, problems, completions, rewards, count):
+    """Writes the first `count` completions of a step, a group."""
+    rows = []
+    for problem, completion, value in zip(problems, completions, rewards, strict=True):
+        rows.append({"step": step, "prompt": problem["prompt"], "answer": problem["answer"]})
+        rows[-1] |= {"completion": completion, "reward": value}
+    write_rows(run_dir / "samples.jsonl", rows[:count])
 
 
 def start_tracker(args, run_dir):

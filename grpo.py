@@ -10,8 +10,8 @@ its reward lies from its group's mean, in standard deviations; all of its tokens
 
 It is PPO without a critic: the group's mean is the baseline. Next to rloo.py it has the std, the
 ratio with its clip, and the KL in the loss. Dr. GRPO is `--no-scale-by-std --loss-aggregation
-constant`, DAPO's loss `--clip-eps-high 0.28 --loss-aggregation token-mean`. Left out: process
-rewards, DAPO's dynamic sampling. The std weighs prompts by difficulty: a bias, see the README.
+constant`, DAPO's loss `--clip-eps-high 0.28 --loss-aggregation token-mean`. Left out: rewards of
+single steps. Dividing by the std weighs the prompts: the expected gradient is not the reward's.
 
 Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly, policy/clip_frac stay small.
 The loss says nothing: advantages are centred, so it stays near 0 while the model learns.
@@ -21,10 +21,8 @@ The loss says nothing: advantages are centred, so it stays near 0 while the mode
     torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k
 """
 
-import importlib.util
 import os
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,26 +113,19 @@ TINY = {
     "minibatches": 4,
     "learning_rate": 1e-4,
     "warmup_steps": 3,
-    "eval_every": 10,
+    "eval_every": 5,
 }
 
 
 def check(args):
     """Refuses what can be known to be wrong before anything is loaded."""
-    common.check_numbers(args)
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    rows = common.check_flags(args) * args.group_size
     if args.group_size < 2:
         fail("--group-size must be 2 or more: one completion has no group to be compared with")
-    if args.prompts_per_step % world:
-        fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {world} processes")
-    if (rows := args.prompts_per_step // world * args.group_size) % args.minibatches:
+    if rows % args.minibatches:
         fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
     if args.kl_estimator == "k1":
         fail("--kl-estimator k1: as a loss its expected gradient is zero; choose k2 or k3")
-    if "{prompt}" not in args.prompt_template:
-        fail("--prompt-template must contain {prompt}, which the prompt replaces")
-    if args.rollout_engine == "vllm" and common.why_no_vllm():
-        fail(f"--rollout-engine vllm: {common.why_no_vllm()}")
 
 
 def load_problems(args):
@@ -209,62 +200,55 @@ def loss_weights(mask, how, max_tokens):
     return mask / divisors[how]
 
 
-def update(model, ref_model, optimizer, batch, args, autocast, seed):
-    """All updates of one batch. Returns the metrics, means over the trained tokens.
+def objective(model, batch, args, autocast, totals):
+    """The loss of a micro-batch, its share of that of the whole update; counts its metrics.
 
-    batch: mask, engine_logprobs (B, T), advantages (B, 1), input_ids (B, T+1), of this process.
+    batch: input_ids (B, T+1), mask, engine_logprobs, weights (B, T), advantages (B, 1), and where
+    they were needed old_logprobs, ref_logprobs (B, T).
     """
-    budget, updates = args.tokens_per_micro_batch, args.minibatches * args.update_epochs
+    ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
+    with autocast:
+        logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
+    # In the only update of a batch the policy is still the old one, and no pass is paid to see it.
+    old_logprobs = batch.get("old_logprobs", logprobs.detach())
+    clip = (args.clip_eps_low, args.clip_eps_high)
+    losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
+    metrics = {"policy/clip_frac": clipped, "policy/entropy": entropy}
+    metrics["engine/mismatch"] = (old_logprobs - engine_logprobs).abs()
+    if args.mismatch_cap:
+        cap = args.mismatch_cap
+        losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
+    if args.beta:
+        kl = common.kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
+        losses = losses + args.beta * kl
+        metrics["kl/mean"] = kl
+    loss = (losses * batch["weights"]).sum()
+    totals.count(mask, loss, metrics)
+    return loss
+
+
+def update(model, ref_model, optimizer, batch, args, autocast, seed):
+    """All updates of one batch, in place; returns the metrics, means over the trained tokens."""
     # A completion with advantage 0 has no gradient, unless it is held to the reference model.
     trained = (batch["advantages"] != 0).any(1) | (args.beta > 0)
-    to_score = (batch, trained.nonzero()[:, 0].tolist(), args.temperature, budget, autocast)
-    if updates > 1:
+    to_score = (batch, trained.nonzero()[:, 0].tolist(), args, autocast)
+    if args.minibatches * args.update_epochs > 1:
         batch["old_logprobs"] = common.batch_logprobs(model, *to_score)
     if ref_model:
         batch["ref_logprobs"] = common.batch_logprobs(ref_model, *to_score)
-    shuffle = torch.Generator().manual_seed(seed)
-    order = [torch.randperm(len(trained), generator=shuffle) for _ in range(args.update_epochs)]
-    sums, largest, norms = defaultdict(float), defaultdict(float), []
-    for rows in [rows for epoch in order for rows in epoch.chunk(args.minibatches)]:
-        weights = loss_weights(
-            batch["mask"][rows], args.loss_aggregation, args.max_completion_tokens
-        )
-        batch["weights"] = torch.zeros(batch["mask"].shape).index_copy(0, rows, weights)
+    totals, shuffle = common.Totals(), torch.Generator().manual_seed(seed)
+    epochs = [torch.randperm(len(trained), generator=shuffle) for _ in range(args.update_epochs)]
+    for rows in [rows for epoch in epochs for rows in epoch.chunk(args.minibatches)]:
+        mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
+        batch["weights"] = torch.zeros(mask.shape)
+        batch["weights"][rows] = loss_weights(mask[rows], how, limit)
         rows = rows[trained[rows]].tolist()
-        for _, part in common.micro_batches(batch, rows, budget, model.device):
-            mask, engine_logprobs = part["mask"], part["engine_logprobs"]
-            with autocast:
-                logprobs, entropy = common.token_logprobs(
-                    model, part["input_ids"], mask, args.temperature
-                )
-            # With one update per batch the policy is still the old one, and no pass is paid.
-            old_logprobs = part.get("old_logprobs", logprobs.detach())
-            clip = (args.clip_eps_low, args.clip_eps_high)
-            losses, clipped = policy_loss(logprobs, old_logprobs, part["advantages"], mask, *clip)
-            if args.mismatch_cap:
-                losses = losses * common.rollout_correction(
-                    old_logprobs, engine_logprobs, mask, args.mismatch_cap
-                )
-            if ref_model:
-                kl = common.kl_estimate(logprobs, part["ref_logprobs"], args.kl_estimator)
-                losses = losses + args.beta * kl
-                sums["kl/mean"] += kl.detach().sum()
-            loss = (losses * part["weights"]).sum()
-            loss.backward()
-            mismatch = (old_logprobs - engine_logprobs).abs() * mask
-            largest["engine/mismatch_max"] = max(
-                largest["engine/mismatch_max"], mismatch.max().item()
-            )
-            sums["loss/policy"] += loss.detach() / updates
-            sums["policy/clip_frac"] += clipped.sum()
-            sums["policy/entropy"] += entropy.detach().sum()
-            sums["engine/mismatch"] += mismatch.sum()
-            sums["tokens"] += mask.sum()
-            sums["positions"] += mask.numel()
-        norms.append(common.clip_gradient(model, args.max_grad_norm))
+        for _, part in common.micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
+            objective(model, part, args, autocast, totals).backward()
+        totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
-    return common.mean_metrics(sums, largest, norms)
+    return totals.metrics()
 
 
 # ------------------------------------------ Rollouts -------------------------------------------
@@ -274,12 +258,11 @@ class VLLMEngine:
     def __init__(self, args, stop_ids, pad_id, device, dtype):
         from vllm import LLM, SamplingParams
 
-        self.sleeps, self.asleep = device.type == "cuda", False
-        options = {"kv_cache_memory_bytes": 512 << 20, "enforce_eager": True}
-        if self.sleeps:
-            options = {"gpu_memory_utilization": args.gpu_memory_utilization}
-        else:
-            torch.compiler.set_stance("force_eager")  # compiling takes longer than it saves
+        on_gpu = device.type == "cuda"
+        options = {"gpu_memory_utilization": args.gpu_memory_utilization} if on_gpu else {}
+        if not on_gpu:  # compiling takes longer than it saves, and so does a larger cache
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20}
+            torch.compiler.set_stance("force_eager")
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(
@@ -288,28 +271,23 @@ class VLLMEngine:
             max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
             logprobs_mode="processed_logprobs",  # those of the temperature it samples at
             generation_config="vllm",  # not the checkpoint's sampling settings
-            enable_sleep_mode=self.sleeps,
+            enable_sleep_mode=on_gpu,
             seed=args.seed,
             use_tqdm_on_load=False,
             **options,
         )
-        self.params = partial(
-            SamplingParams,
-            top_p=1.0,
-            top_k=0,
-            stop_token_ids=sorted(stop_ids),
-            logprobs=0,
-            detokenize=False,
-        )
+        sampling = {"top_p": 1.0, "top_k": 0, "logprobs": 0, "detokenize": False}
+        self.params = partial(SamplingParams, stop_token_ids=sorted(stop_ids), **sampling)
+        self.sleeps = on_gpu
+        self.sleep()
 
     def sync(self, weights):
-        """Hands over (name, tensor) of all weights, and forgets what was computed with the old."""
-        if self.asleep:
+        """Wakes up, takes (name, tensor) of all weights, forgets what the old ones computed."""
+        if self.sleeps:
             self.llm.wake_up(["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.asleep:
+        if self.sleeps:
             self.llm.wake_up(["kv_cache"])
-        self.asleep = False
         self.llm.reset_prefix_cache()
 
     def generate(self, prompts, samples, temperature, max_tokens, seed):
@@ -320,17 +298,13 @@ class VLLMEngine:
         requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
         outputs = [output for request in requests for output in request.outputs]
         completions = [list(output.token_ids) for output in outputs]
-        logprobs = [
-            [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
-            for output in outputs
-        ]
-        return completions, logprobs
+        steps = [zip(output.token_ids, output.logprobs, strict=True) for output in outputs]
+        return completions, [[at[token].logprob for token, at in step] for step in steps]
 
     def sleep(self):
-        """Gives the GPU's memory to the update."""
+        """Leaves the GPU's memory to the update, until the next sync."""
         if self.sleeps:
             self.llm.sleep(level=2)
-            self.asleep = True
 
 
 def evaluate(engine, model, tokenizer, problems, args, scorer):
@@ -358,9 +332,7 @@ def main(args):
     # The policy: float32 weights, computing in `dtype`. The reference is the model it starts from.
     tokenizer = common.attempt("--model", common.load_tokenizer, args.model)
     common.encode_problems(train + held_out, tokenizer, args.max_prompt_tokens)
-    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+    dtype, autocast = common.precision(args.dtype, device)
     model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
     ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
     optimizer = torch.optim.AdamW(
@@ -392,45 +364,39 @@ def main(args):
         # 1. Generate: this process's prompts, with this step's weights.
         problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
         problems = common.share(problems)
-        prompts = [problem["ids"] for problem in problems]
+        prompts, limit = [problem["ids"] for problem in problems], args.max_completion_tokens
         seed = common.seed_of(args.seed, step, common.rank())
         engine.sync(common.full_weights(model))
-        completions, engine_logprobs = engine.generate(
-            prompts, args.group_size, args.temperature, args.max_completion_tokens, seed
-        )
+        rollouts = engine.generate(prompts, args.group_size, args.temperature, limit, seed)
         engine.sleep()
         clock.append(time.perf_counter())
 
-        # 2. Score.
+        # 2. Score: the group of prompt p is the rows from p * group_size on.
         problems = [problem for problem in problems for _ in range(args.group_size)]
-        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        batch = common.make_batch(problems, *rollouts, tokenizer.pad_token_id)
+        texts = tokenizer.batch_decode(rollouts[0], skip_special_tokens=True)
         rewards = common.score(problems, texts, scorer)
         clock.append(time.perf_counter())
 
         # 3. Advantages.
         groups = torch.tensor(rewards).view(-1, args.group_size)
-        advantages = group_advantages(groups, args.scale_by_std).view(-1, 1)
+        batch["advantages"] = group_advantages(groups, args.scale_by_std).view(-1, 1)
 
         # 4. Update.
-        prompts = [problem["ids"] for problem in problems]
-        batch = common.make_batch(prompts, completions, engine_logprobs, tokenizer.pad_token_id)
-        batch["advantages"] = advantages
         metrics = update(model, ref_model, optimizer, batch, args, autocast, seed)
         clock.append(time.perf_counter())
 
         # 5. Log, evaluate, save. The next step begins by synchronising the engine.
         row = {"step": step, "policy/learning_rate": optimizer.param_groups[0]["lr"], **metrics}
-        row |= common.rollout_metrics(rewards, completions, stop_ids, args.group_size)
-        if (metrics["engine/mismatch"] or 0) > args.mismatch_limit:
-            what = f"engine and trainer differ by {metrics['engine/mismatch']:.3f} nats a token"
-            fail(f"{what}, over --mismatch-limit: the engine does not run the trainer's weights")
-        row |= common.time_metrics(clock, sum(map(len, completions)))
+        row |= common.rollout_metrics(rewards, rollouts[0], stop_ids, args.group_size)
+        common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
+        row |= common.time_metrics(clock, sum(map(len, rollouts[0])))
         last = step == args.steps or common.any_process(stopped)
         if step % args.eval_every == 0 or step == args.steps:
             row["eval/accuracy"] = evaluate(*evaluation)
         common.log_step(run_dir, row, args.steps, tracker)
         if step % args.sample_every == 0:
-            common.log_samples(run_dir, step, problems, texts, rewards, advantages, args.group_size)
+            common.log_samples(run_dir, step, problems, texts, rewards, args.group_size)
         if last or step % args.save_every == 0:
             common.save_checkpoint(run_dir, step, policy=(model, optimizer))
         if last and step < args.steps:

@@ -1,7 +1,7 @@
 """Draws runs: `python plot.py runs/grpo-1 runs/grpo-2 …` writes curves.png.
 
-One run: its picture goes into its own folder. Several: runs of one script are drawn as their mean, shaded from the
-lowest to the highest, so that `python plot.py runs/*` compares algorithms over seeds.
+The picture of one run goes into its own folder. Of several, those of one script are drawn as their
+mean, shaded from the lowest to the highest: `python plot.py runs/*` compares scripts over seeds.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def read_label(run_dir):
 
 
 def draw(run_dirs, path):
-    """Draws the metrics of `run_dirs` into the PNG at `path`, runs of one script as mean and range."""
+    """Draws the metrics of `run_dirs` into the PNG at `path`."""
     groups = defaultdict(list)
     for run_dir in run_dirs:
         groups[read_label(run_dir)].append(read_rows(run_dir))
@@ -55,7 +55,7 @@ def draw(run_dirs, path):
     columns = min(3, len(used))
     lines = -(-len(used) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False)
-    for axis, key in zip(axes.flat, used):
+    for axis, key in zip(axes.flat, used, strict=False):
         for label, runs in groups.items():
             points = defaultdict(list)
             for row in (row for run in runs for row in run):
@@ -97,9 +97,7 @@ def main():
         if (run / "metrics.jsonl").exists() and (run / "args.json").exists()
     ]
     if not any(read_rows(run) for run in runs):
-        sys.exit(
-            f"error: no metrics.jsonl with a row in {', '.join(map(str, args.runs))}: give folders under runs/"
-        )
+        sys.exit(f"error: no metrics in {', '.join(map(str, args.runs))}: give folders under runs/")
     path = args.output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     draw(runs, path)
     print(path)

@@ -1,13 +1,13 @@
-"""Makes the built-in default, byte for byte the same each time: `python tiny/make.py` (about three minutes).
+"""Makes the built-in default, the same bytes each time: `python tiny/make.py`, three minutes.
 
-    model/            a Llama of 112,000 parameters with a character tokenizer, as a transformers folder
-    train.jsonl       2,000 chains of small sums, {"prompt": "7+8-5=?", "answer": "10"}
-    heldout.jsonl     200 more; no chain is in both, and the warm start sees none of these
+    model/          a Llama of 112,000 parameters with a character tokenizer, a transformers folder
+    train.jsonl     2,000 chains of small sums, {"prompt": "7+8-5=?", "answer": "10"}
+    heldout.jsonl   200 more; no chain is in both, and the warm start sees none of these
 
-The warm start is what pre-training is to a real model. Stage one teaches arithmetic from worked answers,
-`7+8=15 15-5=10 #### 10`. Stage two teaches bad habits: most answers are blurted out without steps,
-and most of those are wrong. So greedy accuracy starts low, samples vary, and the right behaviour
-is there to be found: reinforcement learning has to make the model show its work.
+The warm start is what pre-training is to a real model. Stage one teaches arithmetic from worked
+answers, `7+8=15 15-5=10 #### 10`. Stage two teaches bad habits: most answers are blurted out
+without steps, and most of those are wrong. So greedy accuracy starts low, samples vary, and the
+right behaviour is there to be found: reinforcement learning makes the model show its work.
 """
 
 import json
@@ -48,7 +48,7 @@ def make_tokenizer():
 
 
 def make_chain(rng):
-    """A prompt, a chain of 2 to 4 numbers with partial sums of 0 to 36, and its numbers with their signs."""
+    """A prompt, a chain of 2 to 4 numbers with partial sums of 0 to 36, and its signed numbers."""
     numbers = [rng.randint(1, 9)]
     for _ in range(rng.choice([1, 2, 2, 3, 3])):
         operand = rng.randint(1, 9)
@@ -57,7 +57,7 @@ def make_chain(rng):
 
 
 def worked(rng, slip=0.0):
-    """A chain and its answer with the steps written out, each step one off with probability `slip`."""
+    """A chain and its answer with the steps written out, each one off with probability `slip`."""
     prompt, (total, *operands) = make_chain(rng)
     steps = []
     for operand in operands:
@@ -68,7 +68,7 @@ def worked(rng, slip=0.0):
 
 
 def habits(rng):
-    """A chain and the answer of a student with bad habits: few show the steps, and most guess one too many."""
+    """A chain and an answer of bad habits: some show the steps, most guess, often one too many."""
     if rng.random() < 0.4:
         return worked(rng, slip=0.15)
     prompt, numbers = make_chain(rng)
@@ -77,7 +77,7 @@ def habits(rng):
 
 
 def warm_start(model, tokenizer, example, held_out, steps, learning_rate, rng):
-    """`steps` of next-token training on the answers of `example(rng)`, 128 at a time, rate decaying to 0."""
+    """Next-token training on the answers of `example(rng)`, 128 a step, the rate falling to 0."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
