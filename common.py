@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,9 @@ def parse_args(Args, tiny, description):
 
 def check_flags(args):
     """fail() where a flag that all scripts have is wrong; returns a process's prompts per step."""
-    may_be_0 = ("seed", "learning_rate", "warmup_steps", "weight_decay", "beta", "mismatch_cap")
+    may_be_0 = {"seed", "learning_rate", "warmup_steps", "weight_decay", "beta", "mismatch_cap"}
+    may_be_0 |= {"lam", "gamma", "entropy_coef", "value_clip_eps", "value_warmup_steps"}
+    may_be_0 |= {"value_learning_rate", "baseline_decay"}
     for name, value in vars(args).items():
         number = type(value) in (int, float)
         if number and not (0 < value < math.inf or (value == 0 and name in may_be_0)):
@@ -129,13 +132,18 @@ def check_flags(args):
 
 
 # ------------------------------------- Problems and text ------------------------------------
+def is_file(dataset):
+    """Whether a data set is a file here, and not one of the hub's."""
+    return dataset.endswith((".jsonl", ".json"))
+
+
 def read_rows(name, config, split):
     """Rows of a .jsonl file or of a hub data set's split: a list of (where it stands, the object).
 
     config "" is the configuration `main`, or the only one. Raises ValueError, with one line that
     says what is wrong and where.
     """
-    if not name.endswith((".jsonl", ".json")):
+    if not is_file(name):
         import datasets
 
         try:
@@ -185,6 +193,8 @@ def read_problems(name, args, split):
         elif args.prompt_template != "{prompt}":
             raise ValueError(f"{where} is not text, which --prompt-template needs")
         problems.append({"prompt": prompt, "answer": str(row[args.answer_field])})
+    if not problems:
+        raise ValueError(f"{name} is empty")
     return problems
 
 
@@ -645,35 +655,66 @@ def make_batch(problems, completions, engine_logprobs, pad_id):
     return {"input_ids": input_ids, "mask": mask, "engine_logprobs": logprobs}
 
 
+def at_last_token(scores, mask):
+    """(B, T) with each of scores (B,) at the last true column of mask (B, T), 0 elsewhere."""
+    columns = torch.arange(mask.shape[1]) * mask
+    return torch.zeros(mask.shape).scatter(1, columns.amax(1, keepdim=True), scores[:, None])
+
+
+def batch_kl(model, ref_model, batch, args, autocast):
+    """(k1 per token (B, T-1), the metric of its mean) for a KL in the reward; adds old_logprobs."""
+    score = partial(batch_logprobs, batch=batch, rows=range(len(batch["mask"])), args=args)
+    batch["old_logprobs"] = score(model, autocast=autocast)
+    kl = kl_estimate(batch["old_logprobs"], score(ref_model, autocast=autocast), "k1")
+    return kl, {"kl/mean": global_mean(kl[batch["mask"]])}
+
+
+def global_mean(values):
+    """The mean over all processes of a tensor's values, a float."""
+    total = across(torch.tensor([values.sum().item(), values.numel()], dtype=torch.float64))
+    return (total[0] / total[1]).item()
+
+
+def global_std(values):
+    """The population standard deviation over all processes of a tensor's values, a float."""
+    return global_mean((values - global_mean(values)) ** 2) ** 0.5
+
+
+def minibatches(rows, parts, epochs, seed):
+    """Tensors of row numbers: `rows` shuffled into `parts`, `epochs` times over."""
+    shuffle = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        yield from torch.randperm(rows, generator=shuffle).chunk(parts)
+
+
 class Totals:
-    """Metrics of an update: sums over the tokens of its micro-batches, and all gradient norms."""
+    """Metrics of a batch's updates: sums over tokens, and the loss and gradient norm of each."""
 
     def __init__(self):
-        self.sums, self.tokens, self.positions, self.loss = {}, 0, 0, 0.0
-        self.largest_mismatch, self.norms = 0.0, []
+        self.sums, self.losses = defaultdict(float), defaultdict(float)
+        self.tokens, self.positions, self.largest_mismatch, self.norms = 0, 0, 0.0, []
 
     def count(self, mask, loss, metrics):
         """Adds a micro-batch's loss (a scalar), and its metrics (B, T-1) where mask is true."""
         for name, values in metrics.items():
-            total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
-            self.sums[name] = self.sums.get(name, 0) + total.item()
-        mismatch = torch.where(mask, metrics["engine/mismatch"].detach(), 0.0).max().item()
-        self.largest_mismatch = max(self.largest_mismatch, mismatch)
+            values = torch.where(mask, values.detach(), 0)
+            self.sums[name] += values.sum(dtype=torch.float64).item()
+            if name == "engine/mismatch":
+                self.largest_mismatch = max(self.largest_mismatch, values.max().item())
         self.tokens += mask.sum().item()
         self.positions += mask.numel()
-        self.loss += loss.item()
+        self.losses["loss/policy"] += loss.item()
 
     def metrics(self):
-        """Means over the tokens of all processes, None where there was none; over the updates."""
-        counted = [self.loss, self.tokens, self.positions, *self.sums.values()]
-        counted = across(torch.tensor(counted, dtype=torch.float64)).tolist()
-        loss, tokens, positions, *sums = counted
-        means = [total / tokens if tokens else None for total in sums]
+        """Means over the tokens of all processes, None where there was none, or over updates."""
+        counts = [self.tokens, self.positions, *self.losses.values(), *self.sums.values()]
+        tokens, positions, *totals = across(torch.tensor(counts, dtype=torch.float64)).tolist()
         largest = across(torch.tensor(self.largest_mismatch), dist.ReduceOp.MAX).item()
+        losses = {name: totals.pop(0) / len(self.norms) for name in self.losses}
         return {
-            "loss/policy": loss / len(self.norms),
+            **losses,
             "policy/grad_norm": sum(self.norms) / len(self.norms),
-            **dict(zip(self.sums, means, strict=True)),
+            **{name: totals.pop(0) / tokens if tokens else None for name in self.sums},
             "engine/mismatch_max": largest,
             "throughput/padding": 1 - tokens / positions,
         }
@@ -687,15 +728,23 @@ def check_mismatch(mismatch, limit):
 
 
 @torch.no_grad()
+def score_batch(batch, rows, budget, device, function):
+    """(B, T-1): function(micro-batch), (rows of it, T-1), for a batch's `rows`, 0 in the others."""
+    scores = torch.zeros(batch["mask"].shape)
+    for part, piece in micro_batches(batch, rows, budget, device):
+        values = function(piece)
+        scores[part, : values.shape[1]] = values[: len(part)].cpu()
+    return scores
+
+
 def batch_logprobs(model, batch, rows, args, autocast):
     """Log-probs (B, T-1) of a batch's `rows` under a model, 0 in the others."""
-    logprobs = torch.zeros(batch["mask"].shape)
-    for part, piece in micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
+
+    def logprobs(part):
         with autocast:
-            ids, mask = piece["input_ids"], piece["mask"]
-            values, _ = token_logprobs(model, ids, mask, args.temperature)
-        logprobs[part, : values.shape[1]] = values[: len(part)].cpu()
-    return logprobs
+            return token_logprobs(model, part["input_ids"], part["mask"], args.temperature)[0]
+
+    return score_batch(batch, rows, args.tokens_per_micro_batch, model.device, logprobs)
 
 
 # ------------------------------------------- Disk --------------------------------------------
@@ -734,8 +783,10 @@ def write_rows(path, rows):
         attempt(f"cannot write {path}", append)
 
 
-def save_checkpoint(run_dir, step, **trained):
-    """Writes checkpoints/step-<step> and keeps the last two. trained: name=(model, optimizer).
+def save_checkpoint(run_dir, step, numbers=None, **trained):
+    """Writes checkpoints/step-<step> and keeps the last two.
+
+    trained: name=(model, optimizer). numbers: a dict of floats that belong to the state.
 
     What is half-written has another name, so a checkpoint is complete or not there. fail() where
     the disk refuses.
@@ -745,11 +796,11 @@ def save_checkpoint(run_dir, step, **trained):
     if rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
     gather([])  # nobody writes before that is gone
-    state = {name: get_state_dict(*pair) for name, pair in trained.items()}
+    state = {name: list(get_state_dict(*pair)) for name, pair in trained.items()}
     attempt(
         f"cannot save step {step}, the checkpoint before it is still good",
         dcp.save,
-        {name: {"model": model, "optimizer": rest} for name, (model, rest) in state.items()},
+        {**state, "numbers": numbers or {}},
         checkpoint_id=aside,  # written and fsynced
         no_dist=not dist.is_initialized(),
     )
@@ -762,8 +813,8 @@ def save_checkpoint(run_dir, step, **trained):
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir, steps, **trained):
-    """Loads the last checkpoint into name=(model, optimizer), and returns its step.
+def load_checkpoint(run_dir, steps, numbers=None, **trained):
+    """Loads the last checkpoint into name=(model, optimizer) and numbers, and returns its step.
 
     What the run wrote after that step is cut off metrics.jsonl and samples.jsonl.
     """
@@ -773,12 +824,11 @@ def load_checkpoint(run_dir, steps, **trained):
     step = int(paths[-1].name.removeprefix("step-"))
     if step >= steps:
         fail(f"--resume {run_dir} has done all of its {step} steps: raise --steps to go on")
-    state = {name: get_state_dict(*pair) for name, pair in trained.items()}
-    state = {name: {"model": model, "optimizer": rest} for name, (model, rest) in state.items()}
+    state = {name: list(get_state_dict(*pair)) for name, pair in trained.items()}
+    state["numbers"] = numbers if numbers is not None else {}
     attempt("--resume", dcp.load, state, checkpoint_id=paths[-1], no_dist=not dist.is_initialized())
     for name, pair in trained.items():
-        model, rest = state[name]["model"], state[name]["optimizer"]
-        set_state_dict(*pair, model_state_dict=model, optim_state_dict=rest)
+        set_state_dict(*pair, model_state_dict=state[name][0], optim_state_dict=state[name][1])
     for path in run_dir.glob("*.jsonl") if rank() == 0 else []:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what a kill cut off is left out
         kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step]
@@ -838,11 +888,17 @@ def rollout_metrics(rewards, completions, stop_ids, group_size):
     }
 
 
-def time_metrics(clock, tokens):
-    """Seconds of each phase, from the times between them, and this step's tokens a second."""
+def show_samples(problems, completions, rewards):
+    """The first three completions and their rewards."""
+    for problem, text, value in list(zip(problems, completions, rewards, strict=True))[:3]:
+        say(f"    {value:g}  {str(problem['prompt'])[-80:]!r} -> {text[-200:]!r}")
+
+
+def time_metrics(clock, completions):
+    """Seconds of each phase, from the times between them, and the tokens sampled a second."""
     seconds = [end - start for start, end in itertools.pairwise(clock)]
     seconds = dict(zip(("time/generate", "time/score", "time/update"), seconds, strict=True))
-    tokens = sum(gather([tokens]))
+    tokens = sum(gather([len(ids) for ids in completions]))
     rate = tokens / (clock[-1] - clock[0])
     return {**seconds, "time/step": clock[-1] - clock[0], "throughput/tokens_per_second": rate}
 

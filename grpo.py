@@ -37,7 +37,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
-from common import across, fail, gather
+from common import across, fail
 
 SCRIPT, HERE = Path(__file__).stem, Path(__file__).resolve().parent
 Aggregation = Literal["sequence-sum", "sequence-mean", "token-mean", "constant"]
@@ -63,7 +63,7 @@ class Args:
 
     # rollouts
     steps: int = 200  # batches of rollouts to train on
-    prompts_per_step: int = 32  # prompts in a batch, over all processes
+    prompts_per_step: int = 16  # prompts in a batch, over all processes
     group_size: int = 16  # completions sampled for each prompt
     max_prompt_tokens: int = 512  # longest prompt, chat template included; a longer one is an error
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
@@ -107,8 +107,6 @@ TINY = {
     "dataset": f"{HERE}/tiny/train.jsonl",
     "eval_dataset": f"{HERE}/tiny/heldout.jsonl",
     "steps": 60,
-    "prompts_per_step": 16,
-    "max_prompt_tokens": 32,
     "max_completion_tokens": 32,
     "minibatches": 4,
     "learning_rate": 1e-4,
@@ -130,17 +128,12 @@ def check(args):
 
 def load_problems(args):
     """(training, held-out) problems, lists of {"prompt": text or chat messages, "answer": text}."""
-    on_hub = not args.dataset.endswith((".jsonl", ".json"))
-    train = common.read_problems(args.dataset, args, args.split)
-    if args.eval_dataset or (on_hub and args.eval_split):
-        held_out = common.read_problems(args.eval_dataset or args.dataset, args, args.eval_split)
-        held_out = held_out[: args.eval_problems]
-    else:
-        count = min(args.eval_problems, max(1, len(train) // 10))
-        train, held_out = train[:-count], train[-count:]
-    if not train or not held_out:
-        raise ValueError(f"{args.dataset} needs one problem to train on and one to hold out")
-    return train, held_out
+    problems = common.read_problems(args.dataset, args, args.split)
+    if args.eval_dataset or (args.eval_split and not common.is_file(args.dataset)):
+        name = args.eval_dataset or args.dataset
+        return problems, common.read_problems(name, args, args.eval_split)[: args.eval_problems]
+    count = min(args.eval_problems, max(1, len(problems) // 10))
+    return problems[:-count], problems[-count:]
 
 
 # ------------------------------------ The function to edit -------------------------------------
@@ -201,20 +194,16 @@ def loss_weights(mask, how, max_tokens):
 
 
 def objective(model, batch, args, autocast, totals):
-    """The loss of a micro-batch, its share of that of the whole update; counts its metrics.
-
-    batch: input_ids (B, T+1), mask, engine_logprobs, weights (B, T), advantages (B, 1), and where
-    they were needed old_logprobs, ref_logprobs (B, T).
-    """
+    """The loss of a micro-batch, its share of that of the whole update; counts its metrics."""
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
     # In the only update of a batch the policy is still the old one, and no pass is paid to see it.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
+    metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     clip = (args.clip_eps_low, args.clip_eps_high)
     losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
-    metrics = {"policy/clip_frac": clipped, "policy/entropy": entropy}
-    metrics["engine/mismatch"] = (old_logprobs - engine_logprobs).abs()
+    metrics["policy/clip_frac"] = clipped
     if args.mismatch_cap:
         cap = args.mismatch_cap
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
@@ -227,28 +216,17 @@ def objective(model, batch, args, autocast, totals):
     return loss
 
 
-def update(model, ref_model, optimizer, batch, args, autocast, seed):
-    """All updates of one batch, in place; returns the metrics, means over the trained tokens."""
-    # A completion with advantage 0 has no gradient, unless it is held to the reference model.
-    trained = (batch["advantages"] != 0).any(1) | (args.beta > 0)
-    to_score = (batch, trained.nonzero()[:, 0].tolist(), args, autocast)
-    if args.minibatches * args.update_epochs > 1:
-        batch["old_logprobs"] = common.batch_logprobs(model, *to_score)
-    if ref_model:
-        batch["ref_logprobs"] = common.batch_logprobs(ref_model, *to_score)
-    totals, shuffle = common.Totals(), torch.Generator().manual_seed(seed)
-    epochs = [torch.randperm(len(trained), generator=shuffle) for _ in range(args.update_epochs)]
-    for rows in [rows for epoch in epochs for rows in epoch.chunk(args.minibatches)]:
-        mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
-        batch["weights"] = torch.zeros(mask.shape)
-        batch["weights"][rows] = loss_weights(mask[rows], how, limit)
-        rows = rows[trained[rows]].tolist()
-        for _, part in common.micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
-            objective(model, part, args, autocast, totals).backward()
-        totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return totals.metrics()
+def update(model, optimizer, batch, rows, args, autocast, totals):
+    """One step of the optimiser on `rows` (a tensor) of a batch, those that are "trained"."""
+    mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
+    batch["weights"] = torch.zeros(mask.shape)
+    batch["weights"][rows] = loss_weights(mask[rows], how, limit)
+    rows = rows[batch["trained"][rows, 0]].tolist()
+    for _, part in common.micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
+        objective(model, part, args, autocast, totals).backward()
+    totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 # ------------------------------------------ Rollouts -------------------------------------------
@@ -316,10 +294,8 @@ def evaluate(engine, model, tokenizer, problems, args, scorer):
     engine.sleep()
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = common.score(problems, texts, scorer)
-    for problem, text, value in list(zip(problems, texts, rewards, strict=True))[:3]:
-        common.say(f"    {value:g}  {str(problem['prompt'])[-80:]!r} -> {text[-200:]!r}")
-    rewards = gather(rewards)
-    return sum(rewards) / len(rewards)
+    common.show_samples(problems, texts, rewards)
+    return common.global_mean(torch.tensor(rewards))
 
 
 def main(args):
@@ -335,9 +311,8 @@ def main(args):
     dtype, autocast = common.precision(args.dtype, device)
     model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
     ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay
-    )
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    optimizer = adamw(model.parameters(), args.learning_rate)
     scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
 
@@ -382,24 +357,31 @@ def main(args):
         groups = torch.tensor(rewards).view(-1, args.group_size)
         batch["advantages"] = group_advantages(groups, args.scale_by_std).view(-1, 1)
 
-        # 4. Update.
-        metrics = update(model, ref_model, optimizer, batch, args, autocast, seed)
+        # 4. Update. Without an advantage there is no gradient, unless the reference has one.
+        batch["trained"] = (batch["advantages"] != 0) | (args.beta > 0)
+        rows, totals = batch["trained"][:, 0].nonzero()[:, 0].tolist(), common.Totals()
+        if args.minibatches * args.update_epochs > 1:
+            batch["old_logprobs"] = common.batch_logprobs(model, batch, rows, args, autocast)
+        if ref_model:
+            batch["ref_logprobs"] = common.batch_logprobs(ref_model, batch, rows, args, autocast)
+        for rows in common.minibatches(len(rewards), args.minibatches, args.update_epochs, seed):
+            update(model, optimizer, batch, rows, args, autocast, totals)
+        metrics = totals.metrics()
         clock.append(time.perf_counter())
 
         # 5. Log, evaluate, save. The next step begins by synchronising the engine.
-        row = {"step": step, "policy/learning_rate": optimizer.param_groups[0]["lr"], **metrics}
-        row |= common.rollout_metrics(rewards, rollouts[0], stop_ids, args.group_size)
         common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
-        row |= common.time_metrics(clock, sum(map(len, rollouts[0])))
-        last = step == args.steps or common.any_process(stopped)
+        row = {"step": step, **metrics, **common.time_metrics(clock, rollouts[0])}
+        row |= common.rollout_metrics(rewards, rollouts[0], stop_ids, args.group_size)
+        stop = step < args.steps and common.any_process(stopped)
         if step % args.eval_every == 0 or step == args.steps:
             row["eval/accuracy"] = evaluate(*evaluation)
         common.log_step(run_dir, row, args.steps, tracker)
         if step % args.sample_every == 0:
             common.log_samples(run_dir, step, problems, texts, rewards, args.group_size)
-        if last or step % args.save_every == 0:
+        if stop or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(run_dir, step, policy=(model, optimizer))
-        if last and step < args.steps:
+        if stop:
             common.stop_run(run_dir, SCRIPT)
     common.finish_run(run_dir, model, tokenizer, dtype, time.perf_counter() - began)
 

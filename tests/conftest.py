@@ -18,7 +18,14 @@ def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
     command = [sys.executable]
     if processes:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command += [
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+        ]
     command += [f"{name}.py" if cwd else str(ROOT / f"{name}.py"), *map(str, flags)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
     return subprocess.run(

@@ -128,7 +128,7 @@ def main():
         num_hidden_layers=2,
         num_attention_heads=2,  # heads of 32: vLLM's CPU kernels take multiples of 32
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
