@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -68,10 +70,10 @@ def fail(message):
 
 
 def attempt(what, function, *inputs, **options):
-    """function(*inputs, **options), or fail() with the one line of a ValueError or OSError."""
+    """function(*inputs, **options), or fail() with one line where it refuses its input."""
     try:
         return function(*inputs, **options)
-    except (ValueError, OSError, CheckpointException) as error:
+    except (ValueError, OSError, CheckpointException, SafetensorError, TemplateError) as error:
         fail(f"{what}: {' '.join(str(error).split())[:400]}")
 
 
@@ -101,8 +103,8 @@ def parse_args(Args, tiny, description):
     values = cli(vars(Args()) if own else {**vars(Args()), **tiny})
     if values["resume"]:
         saved = attempt("--resume", (Path(values["resume"]) / "args.json").read_text)
-        saved = {**vars(Args()), **json.loads(saved)}
-        if (script := Path(sys.argv[0]).stem) != saved.pop("script"):
+        saved = {**vars(Args()), **attempt("--resume: args.json", json.loads, saved)}
+        if (script := Path(sys.argv[0]).stem) != saved.pop("script", None):
             fail(f"--resume {values['resume']} is not a run of {script}.py")
         values = cli(saved)
         for name, value in values.items():
@@ -174,6 +176,17 @@ def read_rows(name, config, split):
     return rows
 
 
+def is_chat(prompt):
+    """Whether a prompt is a list of chat messages, dicts with a role and a content."""
+    return (
+        isinstance(prompt, list)
+        and prompt != []
+        and all(
+            isinstance(message, dict) and {"role", "content"} <= set(message) for message in prompt
+        )
+    )
+
+
 def read_problems(name, args, split):
     """[{"prompt": text or chat messages, "answer": text}] of a .jsonl file or hub data set.
 
@@ -188,6 +201,9 @@ def read_problems(name, args, split):
             flag = "--answer-field" if field else "--prompt-field"
             raise ValueError(f"{where} has the fields {sorted(row)}: choose one with {flag}")
         prompt = row[field]
+        if not isinstance(prompt, str) and not is_chat(prompt):
+            what = "neither text nor chat messages"
+            raise ValueError(f"{where}: the prompt is {what}, but {str(prompt)[:80]}")
         if isinstance(prompt, str):
             prompt = args.prompt_template.replace("{prompt}", prompt)
         elif args.prompt_template != "{prompt}":
@@ -196,6 +212,14 @@ def read_problems(name, args, split):
     if not problems:
         raise ValueError(f"{name} is empty")
     return problems
+
+
+def hold_out(problems, most):
+    """(the first problems, the last tenth but at most `most`); ValueError if one is empty."""
+    if len(problems) < 2:
+        raise ValueError("one problem is too few: one to train on and one to hold out")
+    count = min(most, max(1, len(problems) // 10))
+    return problems[:-count], problems[-count:]
 
 
 def problems_of_step(problems, step, per_step, seed):
@@ -235,11 +259,17 @@ def score(problems, completions, reward):
     return rewards
 
 
+def try_reward(args, problems, reward):
+    """fail() where the reward raises for an empty completion, before a model is loaded."""
+    if not args.reward_model:
+        score(problems[:1], [""], reward)
+
+
 class RewardModel:
     """A reward(prompt, completion, answer): the score of a sequence classifier with one label."""
 
     def __init__(self, name, device):
-        load = partial(attempt, "--reward-model")
+        load = partial(attempt, f"--reward-model {name}")
         self.tokenizer = load(load_tokenizer, name)
         kind = AutoModelForSequenceClassification
         self.model = load(kind.from_pretrained, name, dtype=torch.float32).to(device).eval()
@@ -257,7 +287,7 @@ class RewardModel:
 _NUMBER = re.compile(
     r"((?:(?<![\w)])-)?)\$?"  # a minus sign, but not the one of 3-5
     r"((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)"  # 1,000 or 1000, 0.5 or .5
-    r"(?:/(\d+))?",  # 1/2
+    r"(?:/(-?\d+))?",  # 1/2
     re.ASCII,
 )
 
@@ -269,7 +299,7 @@ def final_number(text):
     number. It reads thousands separators, `$`, `a/b` and `\\frac{a}{b}`. The time is linear in the
     length of the text, nothing is evaluated, and what has over 60 characters is no number.
     """
-    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "")
     start = text.rfind("####")
     match = _NUMBER.match(text, re.compile(r"[\s*]*").match(text, start + 4).end())
     if start < 0 or not match:
@@ -316,6 +346,8 @@ def encode_prompt(tokenizer, prompt):
         if not isinstance(prompt, str):
             raise ValueError("chat messages need a tokenizer with a chat template")
         ids = tokenizer(prompt)["input_ids"]
+        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had one already
+            ids = ids[1:]
         return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -376,18 +408,14 @@ def token_logprobs(model, input_ids, mask, temperature=1.0, chunk_size=256):
 
 def _token_logprobs(model, input_ids, mask, temperature, chunk_size):
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-    scored = mask.clone()
-    scored[0, 0] |= ~mask.any()  # with nothing to score, a process still joins FSDP's collectives
-    hidden, targets = hidden[scored], input_ids[:, 1:][scored]
+    hidden, targets = hidden[mask], input_ids[:, 1:][mask]
+    # Without a token there is one empty chunk, so the head has a gradient (of 0) on all processes.
     chunks = [
         checkpoint(_head, model, h, y, temperature, use_reentrant=False)
         for h, y in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
     ]
     empty = torch.zeros(mask.shape, device=mask.device)
-    return tuple(
-        torch.where(mask, empty.masked_scatter(scored, torch.cat(values)), 0.0)
-        for values in zip(*chunks, strict=True)
-    )
+    return tuple(empty.masked_scatter(mask, torch.cat(v)) for v in zip(*chunks, strict=True))
 
 
 def _head(model, hidden, targets, temperature):
@@ -584,11 +612,13 @@ def load_model(kind, name, device, gradient_checkpointing=False, **options):
 
     Dropout would make the ratio of an unchanged policy differ from 1.
     """
-    config = attempt("--model", AutoConfig.from_pretrained, name, **options)
+    config = attempt(f"--model {name}", AutoConfig.from_pretrained, name, **options)
     for key, value in config.to_dict().items():
         if ("drop" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
-    model = attempt("--model", kind.from_pretrained, name, config=config, dtype=torch.float32)
+    model = attempt(
+        f"--model {name}", kind.from_pretrained, name, config=config, dtype=torch.float32
+    )
     if model.get_output_embeddings() is not None:
         attempt("--model", check_logits, model)
     if gradient_checkpointing:
@@ -751,13 +781,18 @@ def batch_logprobs(model, batch, rows, args, autocast):
 def open_run(args, script):
     """The run's folder (a Path), made with its args.json, or the one of --resume.
 
-    Fails if there is something in it already, or if it cannot be written.
+    Fails if a run has written into it already, or if it cannot be written.
     """
     name = args.output_dir or f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    while rank() == 0 and not args.output_dir and Path(name).exists():  # started in one second
+        name += "+"
     run_dir = Path(args.resume or gather([name])[0])  # the first process's clock counts
     if rank() == 0:
-        if not args.resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
-            fail(f"{run_dir} is in use: choose another --output-dir, or --resume {run_dir}")
+        if not args.resume and run_dir.exists():
+            # A run that was refused before its first row has left these alone.
+            found = {path.name for path in attempt("--output-dir", list, run_dir.glob("*"))}
+            if run_dir.is_file() or found - {"args.json", "checkpoints"}:
+                fail(f"{run_dir} is in use: choose another --output-dir, or --resume {run_dir}")
         attempt("--output-dir", (run_dir / "checkpoints").mkdir, parents=True, exist_ok=True)
         text = json.dumps({"script": script, **vars(args)}, indent=1)
         attempt("--output-dir", replace_file, run_dir / "args.json", text)
@@ -840,12 +875,17 @@ def save_model(path, model, tokenizer, dtype):
     """Writes a folder that transformers and vLLM load, whole or not at all."""
     weights = {name: weight.to("cpu", dtype) for name, weight in full_weights(model)}
     if rank() == 0:
+        for name in model.all_tied_weights_keys:  # stored once, under the other name
+            weights.pop(name, None)
         aside = path.with_name("model.incomplete")
         for old in (aside, path):
             shutil.rmtree(old, ignore_errors=True)
-        model.config.dtype = dtype
-        attempt("cannot save the model", model.save_pretrained, aside, state_dict=weights)
-        attempt("cannot save the model", tokenizer.save_pretrained, aside)
+        save = partial(attempt, "cannot save the model")
+        save(model.save_pretrained, aside, state_dict=weights)
+        save(tokenizer.save_pretrained, aside)
+        config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")  # not that of the float32 masters
+        save((aside / "config.json").write_text, json.dumps(config, indent=2) + "\n")
         os.rename(aside, path)
 
 

@@ -143,8 +143,7 @@ def load_problems(args):
     if args.eval_dataset or (args.eval_split and not common.is_file(args.dataset)):
         name = args.eval_dataset or args.dataset
         return problems, common.read_problems(name, args, args.eval_split)[: args.eval_problems]
-    count = min(args.eval_problems, max(1, len(problems) // 10))
-    return problems[:-count], problems[-count:]
+    return common.hold_out(problems, args.eval_problems)
 
 
 # ------------------------------------ The function to edit -------------------------------------
@@ -366,13 +365,13 @@ def evaluate(engine, model, tokenizer, problems, args, scorer):
 
 def main(args):
     check(args)
-    train, held_out = common.attempt("--dataset", load_problems, args)
-    common.score(train[:1], [""], reward)  # one that raises does so before a model is loaded
+    train, held_out = common.attempt(f"--dataset {args.dataset}", load_problems, args)
+    common.try_reward(args, train, reward)
     device = common.start_processes()
     run_dir = common.open_run(args, SCRIPT)
 
     # The policy: float32 weights, computing in `dtype`. The reference is the model it starts from.
-    tokenizer = common.attempt("--model", common.load_tokenizer, args.model)
+    tokenizer = common.attempt(f"--model {args.model}", common.load_tokenizer, args.model)
     common.encode_problems(train + held_out, tokenizer, args.max_prompt_tokens)
     dtype, autocast = common.precision(args.dtype, device)
     model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)

@@ -14,7 +14,7 @@ TINY = ROOT / "tiny"
 
 
 def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
-    """Runs `python name.py flags` (or torchrun with `processes`) and returns the CompletedProcess."""
+    """The CompletedProcess of `python name.py flags`, or torchrun's with so many processes."""
     command = [sys.executable]
     if processes:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -35,7 +35,7 @@ def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
 
 def read_jsonl(path):
     """The rows of a .jsonl file."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def without_times(rows):

@@ -429,6 +429,19 @@ def record_ratios(monkeypatch):
     return ratios
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [(1.4, 1.0, 0.0), (1.6, 1.0, 1.0), (0.95, -1.0, 0.0), (0.85, -1.0, 1.0)],
+)
+def test_the_clip_flags_reach_the_loss_each_on_its_side(tiny_model, ratio, advantage, clipped):
+    batch = make_batch(tiny_model)
+    batch["old_logprobs"] = batch["engine_logprobs"] = batch["engine_logprobs"] - math.log(ratio)
+    batch["advantages"] = torch.full((12, 1), advantage)
+    metrics, gradient = run_update(tiny_model, batch, clip_eps_low=0.1, clip_eps_high=0.5)
+    assert metrics["policy/clip_frac"] == clipped
+    assert (gradient.norm() == 0).item() is bool(clipped)
+
+
 def test_each_row_is_in_one_minibatch_of_each_epoch(tiny_model, monkeypatch):
     # With sequence-sum and two halves, each half's gradient is of a mean over half as many rows:
     # their mean is the whole's, and a row left out or taken twice would show.

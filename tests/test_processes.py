@@ -209,6 +209,7 @@ def test_two_processes_learn(learned):
     assert [row["step"] for row in rows] == list(range(16))  # one process writes
     assert rows[-1]["eval/accuracy"] >= 0.9  # measured: 0.93 to 0.98 with one process
     assert len(read_jsonl(path / "samples.jsonl")) == 15 * 16
+    # A second process would say it a second time.
     assert len(re.findall(r"^ *15/15 ", result.stdout, re.MULTILINE)) == 1
 
 
@@ -237,12 +238,12 @@ def test_embeddings_stay_tied_in_the_shards(seen):
     assert seen[1]["tied"]
 
 
-@pytest.mark.parametrize("times", [3])
-def test_short_runs_end_well(times, tmp_path):
+def test_short_runs_end_well(tmp_path):
     # What ends a process group at the wrong moment aborts in one of a few runs.
-    for number in range(times):
+    copy_script(tmp_path, "")
+    for number in range(3):
         flags = [*SMALL.split(), "--prompts-per-step", 2, "--group-size", 2, "--steps", 1]
-        good(run_script("grpo", *flags, "--output-dir", tmp_path / str(number), processes=2))
+        good(run_script("grpo", *flags, "--output-dir", number, cwd=tmp_path, processes=2))
 
 
 def test_processes_sample_apart_and_count_together(tmp_path):
@@ -257,8 +258,9 @@ def reward(prompt, completion, answer):
     copy_script(tmp_path, extra)
     problem = json.dumps({"prompt": "7+8-5=?", "answer": "10"}) + "\n"
     (tmp_path / "one.jsonl").write_text(problem)
+    (tmp_path / "two.jsonl").write_text(problem * 2)
     flags = [*SMALL.split(), "--model", TINY / "model", "--dataset", "one.jsonl", "--steps", 2]
-    flags += ["--eval-dataset", "one.jsonl", "--prompts-per-step", 2, "--group-size", 8]
+    flags += ["--eval-dataset", "two.jsonl", "--prompts-per-step", 2, "--group-size", 8]
     flags += ["--max-completion-tokens", 32, "--eval-every", 2, "--output-dir", "run"]
     good(run_script("grpo", *flags, cwd=tmp_path, processes=2))
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -266,13 +268,23 @@ def reward(prompt, completion, answer):
         assert row["reward/mean"] == 0.5 and row["reward/std"] == 0.5
         assert row["reward/uniform_groups"] == 1.0
         assert row["policy/entropy"] is None  # of no token at all
-    # The one held-out problem is the second process's, and the first has none.
-    assert rows[0]["eval/accuracy"] == rows[2]["eval/accuracy"] == 1.0
+    assert rows[0]["eval/accuracy"] == rows[2]["eval/accuracy"] == 0.5
     texts = [(tmp_path / f"rank-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
-    # The first is the check of the reward, on each; then come the evaluation and two steps of 8.
-    first, second = texts[0][1:], texts[1][2:]
-    assert len(first) == 16
-    assert first[:8] != second[:8] and first[8:] != second[8:17]
+    # Each checks the reward, evaluates one problem, samples 8 twice, and evaluates again.
+    assert len(texts[0]) == len(texts[1]) == 19
+    assert texts[0][2:10] != texts[1][2:10] and texts[0][10:18] != texts[1][10:18]
+
+
+def test_a_process_without_held_out_problems(tiny_model, tokenizer, monkeypatch):
+    # Fewer problems than processes: some have none, and take part in the mean all the same.
+    grpo = importlib.import_module("grpo")
+    args = grpo.Args(**grpo.TINY)
+    engine = common.TransformersEngine(args, {5}, 0, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(common, "share", lambda problems: [])
+    counted = []
+    monkeypatch.setattr(common, "across", lambda total, *rest: counted.append(total) or total + 1)
+    assert grpo.evaluate(engine, tiny_model, tokenizer, [{}], args, grpo.reward) == 1.0
+    assert len(counted) == 1
 
 
 # ----------------------------------------- Checkpoints -----------------------------------------

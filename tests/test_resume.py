@@ -32,6 +32,12 @@ def handlers():
     """Gives pytest its signal handlers back, and the files their size."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def uncaught(*inputs):  # by the run: the test fails, and the tests go on
+        raise Killed
+
+    for number in kept:
+        signal.signal(number, uncaught)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for number, handler in kept.items():

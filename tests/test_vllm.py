@@ -18,7 +18,7 @@ import common
 import grpo
 
 END, NINE = 5, 15  # ids of <|end|> and of 9, the two stop tokens here
-CLOSE = 1e-4  # nats; measured: 1e-5 at most between vLLM and the trainer, both in float32
+CLOSE = 1e-4  # nats; measured: 1.5e-5 at most between vLLM and the trainer, both in float32
 SMALL = "--prompts-per-step 4 --group-size 4 --minibatches 1 --eval-problems 8"
 
 
@@ -58,7 +58,7 @@ def disagreement(engine, model, prompts, temperature=1.0, scored_at=None):
     with torch.no_grad():
         ours, _ = common.token_logprobs(model, ids, mask, scored_at or temperature)
     theirs = torch.tensor([value for row in logprobs for value in row])
-    return (ours[mask] - theirs).abs().max().item()
+    return (ours[mask] - theirs).abs().max().item()  # rows in another order would be nats apart
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def change(parameters, seed=0):
 def test_logprobs_are_the_trainers_before_and_after_an_update(engine, model, prompts):
     assert disagreement(engine, model, prompts) < CLOSE
     change(weight for weight in model.parameters() if weight.dim() > 1)
-    assert disagreement(engine, model, prompts) > 0.1  # so the old weights would be seen
+    assert disagreement(engine, model, prompts) > 0.1  # measured: 1.2, the old weights are seen
     engine.sync(common.full_weights(model))
     assert disagreement(engine, model, prompts) < CLOSE
 
@@ -87,7 +87,7 @@ def test_prefix_cache_is_reset(engine, model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda: None)
         engine.sync(common.full_weights(model))
-        assert disagreement(engine, model, long) > 100 * CLOSE
+        assert disagreement(engine, model, long) > 100 * CLOSE  # measured: 0.29
     engine.sync(common.full_weights(model))
     assert disagreement(engine, model, long) < CLOSE
 
@@ -96,7 +96,7 @@ def test_tied_embeddings_arrive(engine, model, prompts):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     change([model.get_input_embeddings().weight])
     engine.sync(model.named_parameters())  # which names the embeddings alone
-    assert disagreement(engine, model, prompts) > 0.05
+    assert disagreement(engine, model, prompts) > 0.05  # measured: 0.68
     engine.sync(common.full_weights(model))
     assert disagreement(engine, model, prompts) < CLOSE
 
@@ -115,14 +115,14 @@ def test_one_process_asks_no_other(engine, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_logprobs_are_of_the_temperature(engine, model, prompts, temperature):
     assert disagreement(engine, model, prompts, temperature) < CLOSE
-    assert disagreement(engine, model, prompts, temperature, scored_at=1.0) > 0.1
+    assert disagreement(engine, model, prompts, temperature, scored_at=1.0) > 0.1  # 0.7, 1.6
 
 
 def test_completions_of_a_group_differ(engine, model, prompts):
     for start in range(0, 8):
         completions, _ = engine.generate(prompts[start : start + 1], 16, 1.0, 32, start)
         assert len(completions) == 16
-        # Measured: 5 to 16 different ones; one alone is what greedy or a shared seed gives.
+        # Measured: 6 to 12 different ones; one alone is what greedy or a shared seed gives.
         assert len(set(map(tuple, completions))) > 2
 
 
@@ -132,12 +132,6 @@ def test_seeds(engine, model, prompts):
     assert engine.generate(twice, 16, 1.0, 32, 7) == first
     assert engine.generate(twice, 16, 1.0, 32, 10_007)[0] != first[0]
     assert first[0][:16] != first[0][16:]  # one problem drawn twice is sampled twice
-
-
-def test_rows_are_in_the_order_of_the_prompts(engine, model, prompts):
-    together, _ = engine.generate(prompts[:4], 3, 0.0, 32, 0)
-    alone = [engine.generate([prompt], 1, 0.0, 32, 0)[0][0] for prompt in prompts[:4]]
-    assert together == [ids for ids in alone for _ in range(3)]
 
 
 def test_every_stop_token_ends_a_completion(engine, model, prompts):
