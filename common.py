@@ -57,6 +57,9 @@ HARMLESS = {"output_dir", "resume", "steps", "gpu_memory_utilization", "tokens_p
 HARMLESS |= {"gradient_checkpointing", "eval_every", "save_every", "sample_every", "track"}
 
 
+REFUSALS = (ValueError, OSError, RuntimeError, CheckpointException, SafetensorError, TemplateError)
+
+
 # ------------------------------------- Errors and flags -------------------------------------
 def fail(message):
     """Ends the run with one line on the screen and exit status 1."""
@@ -73,7 +76,7 @@ def attempt(what, function, *inputs, **options):
     """function(*inputs, **options), or fail() with one line where it refuses its input."""
     try:
         return function(*inputs, **options)
-    except (ValueError, OSError, CheckpointException, SafetensorError, TemplateError) as error:
+    except REFUSALS as error:
         fail(f"{what}: {' '.join(str(error).split())[:400]}")
 
 
@@ -621,6 +624,9 @@ def load_model(kind, name, device, gradient_checkpointing=False, **options):
     )
     if model.get_output_embeddings() is not None:
         attempt("--model", check_logits, model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # a critic's is not in the configuration
+            module.p = 0.0
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
@@ -701,7 +707,7 @@ def batch_kl(model, ref_model, batch, args, autocast):
 
 def global_mean(values):
     """The mean over all processes of a tensor's values, a float."""
-    total = across(torch.tensor([values.sum().item(), values.numel()], dtype=torch.float64))
+    total = across(torch.tensor([values.double().sum(), values.numel()], dtype=torch.float64))
     return (total[0] / total[1]).item()
 
 

@@ -178,6 +178,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=3e-4, cli
     where mask is 0, and a bool (B, T) that is true where the clip took the gradient away.
     """
     ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    advantages = torch.where(mask, advantages, 0.0)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
     loss = -torch.min(unclipped, clipped)

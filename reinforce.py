@@ -334,8 +334,9 @@ def main(args):
         if ref_model:
             kl_tokens, kl = common.batch_kl(model, ref_model, batch, args, autocast)
             token_rewards = token_rewards - args.beta * kl_tokens
-        returns, mean = returns_to_go(token_rewards, args.gamma), token_rewards.sum(1)
-        mean, average = common.global_mean(mean), numbers["average"]
+        returns, average = returns_to_go(token_rewards, args.gamma), numbers["average"]
+        first_tokens = batch["mask"].int().argmax(1, keepdim=True)
+        mean = common.global_mean(returns.gather(1, first_tokens))
         baseline = {"none": 0.0, "batch-mean": mean, "moving-average": average}[args.baseline]
         batch["advantages"] = (returns - baseline) * batch["mask"]
         kept = args.baseline_decay if step > 1 else 0.0

@@ -20,7 +20,7 @@ from transformers import (
 
 import common
 
-SCRIPTS = ["grpo"]
+SCRIPTS = ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"]
 GROUPED = [name for name in SCRIPTS if name in ("rloo", "grpo", "gspo", "cispo")]
 KL_IN_LOSS = [name for name in SCRIPTS if name in ("grpo", "gspo", "cispo")]
 # The sampler and the dtype of any machine, so that a repetition has the same numbers.

@@ -1079,6 +1079,8 @@ def test_open_run_refuses_a_folder_in_use(tmp_path):
     assert common.open_run(args, "grpo") == tmp_path / "new" / "run"
     saved = json.loads((tmp_path / "new" / "run" / "args.json").read_text())
     assert saved == {"script": "grpo", **vars(args)}
+    common.open_run(args, "grpo")  # nothing has been written yet that could be lost
+    (tmp_path / "new" / "run" / "metrics.jsonl").touch()
     with pytest.raises(SystemExit, match="in use"):
         common.open_run(args, "grpo")
     (tmp_path / "file").touch()

@@ -183,10 +183,10 @@ def test_gradients_are_those_of_one_process(seen):
     assert alone.keys() == both.keys() and len(alone) >= 5
     for case, (expected, _) in alone.items():
         assert len(expected) == len(both[case][0]) == 1, case  # updates
+        largest = max(part.abs().max() for part in expected[0])
         for a, b in zip(expected[0], both[case][0][0], strict=True):
-            assert torch.isfinite(b).all(), case
-            # Measured: 5e-7 at most, where the largest entries are 0.1 to 10.
-            assert (a - b).abs().max() <= 1e-5 * max(1, a.abs().max()), case
+            # Measured: 2e-7 at most, where the largest entry is 0.9.
+            assert (a - b).abs().max() <= 1e-5 * largest, case
         assert any(part.abs().max() > 1e-3 for part in expected[0]), case
 
 
@@ -207,7 +207,7 @@ def test_two_processes_learn(learned):
     good(result)
     rows = read_jsonl(path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(16))  # one process writes
-    assert rows[-1]["eval/accuracy"] >= 0.9  # measured: 0.93 to 0.98 with one process
+    assert rows[-1]["eval/accuracy"] >= 0.9  # measured: 1.0
     assert len(read_jsonl(path / "samples.jsonl")) == 15 * 16
     # A second process would say it a second time.
     assert len(re.findall(r"^ *15/15 ", result.stdout, re.MULTILINE)) == 1
@@ -331,16 +331,17 @@ def test_checkpoint_of_two_is_read_by_one(learned, tmp_path):
     assert all(torch.equal(before[key], weight) for key, weight in saved.items())
     rows = read_jsonl(path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(18))
-    assert rows[-1]["eval/accuracy"] >= 0.85  # 0.9 before, and two steps
+    assert rows[-1]["eval/accuracy"] >= 0.85  # measured: 1.0 before, and after two steps more
 
 
 # ------------------------------------------- Errors --------------------------------------------
 def test_prompts_that_do_not_divide(tmp_path):
     flags = [*SMALL.split(), "--prompts-per-step", 3, "--output-dir", tmp_path / "run"]
-    result = run_script("grpo", *flags, processes=2)
+    # What torchrun sets, without torchrun's own lines: nothing is loaded or joined before.
+    result = run_script("grpo", *flags, env={"WORLD_SIZE": "2", "RANK": "1"})
     assert result.returncode == 1
     line = "error: --prompts-per-step 3 must divide by the 2 processes"
-    assert line in result.stderr.splitlines()
+    assert result.stderr.splitlines() == [line]
     assert not (tmp_path / "run").exists()
 
 
