@@ -82,7 +82,7 @@ class Args:
     gpu_memory_utilization: float = 0.4  # share of the GPU's memory for vLLM, while it samples
     mismatch_cap: float = 2.0  # cap of the weights trainer/engine probability (0: no weights)
     mismatch_limit: float = 0.1  # mean |trainer - engine| log-prob, in nats, that stops the run
-    tokens_per_micro_batch: int = 16384  # tokens in one forward pass, padding included
+    tokens_per_micro_batch: int = 8192  # tokens in one forward pass, padding included
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the compute; auto: bfloat16 on GPU
 
