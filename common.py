@@ -5,7 +5,6 @@ Per-token tensors are float32 (B, T-1) and aligned with the token they score: co
 the first stop token. Rows are padded on the right: with causal attention no real token sees it.
 """
 
-import atexit
 import dataclasses
 import importlib.util
 import inspect
@@ -37,7 +36,6 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -66,7 +64,7 @@ def fail(message):
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun shows at the end
         report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(path).write_text(json.dumps({"message": report}))
-    if dist.is_initialized():  # the others may be anywhere: leave at once, torchrun ends them
+    if world_size() > 1:  # the others may be anywhere: leave at once, torchrun ends them
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(1)
     raise SystemExit(f"error: {message}")
@@ -412,31 +410,91 @@ def token_logprobs(model, input_ids, mask, temperature=1.0, chunk_size=256):
 def _token_logprobs(model, input_ids, mask, temperature, chunk_size):
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     hidden, targets = hidden[mask], input_ids[:, 1:][mask]
-    # Without a token there is one empty chunk, so the head has a gradient (of 0) on all processes.
-    chunks = [
-        checkpoint(_head, model, h, y, temperature, use_reentrant=False)
-        for h, y in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-    ]
+    head = model.get_output_embeddings()
+    values = _Head.apply(
+        hidden, head.weight, getattr(head, "bias", None), targets, temperature, chunk_size, model
+    )
     empty = torch.zeros(mask.shape, device=mask.device)
-    return tuple(empty.masked_scatter(mask, torch.cat(v)) for v in zip(*chunks, strict=True))
+    return tuple(empty.masked_scatter(mask, value) for value in values)
 
 
-def _head(model, hidden, targets, temperature):
-    """(log-probs, entropies), both (N,), at N positions: hidden (N, H), targets (N,)."""
-    logits = model_logits(model, hidden) / temperature
-    logprobs = logits.log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+class _Head(torch.autograd.Function):
+    """(log-probs, entropies), both (N,), of targets (N,) at hidden states (N, H), by chunks.
+
+    With p = softmax(z), z = logits / temperature, and H the entropy: d log p_y / dz = onehot(y) - p
+    and dH / dz = -p (log p + H). It is done in place, for a chunk's logits are the largest tensors
+    there are, and the head's gradient is added up in one: autograd would make one for each chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, model):
+        logprobs, entropies = [], []
+        for h, y in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+            z = model_logits(model, h, weight, bias).div_(temperature)
+            z -= z.amax(-1, keepdim=True)
+            p = z.exp()
+            total = p.sum(-1)
+            logprobs.append(z.gather(-1, y[:, None])[:, 0] - total.log())
+            entropies.append(total.log() - p.mul_(z).sum(-1) / total)
+        logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+        ctx.settings = temperature, chunk_size, model, dtype
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, d_logprobs, d_entropies):
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        temperature, chunk_size, model, dtype = ctx.settings
+        scale, cap = logit_transform(model)
+        hidden, head = hidden.to(dtype), weight.to(dtype)
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(entropies)
+        for start in range(0, len(targets), chunk_size):
+            rows = slice(start, start + chunk_size)
+            z = model_logits(model, hidden[rows], head, bias if bias is None else bias.to(dtype))
+            slope = 1 - (z / cap) ** 2 if cap else 1.0
+            z.div_(temperature).sub_(z.amax(-1, keepdim=True))
+            p = z.exp()
+            total = p.sum(-1, keepdim=True)
+            p /= total
+            d = d_logprobs[rows, None]
+            if d_entropies is None:
+                z = p.mul_(-d)
+            else:
+                z.sub_(total.log()).add_(entropies[rows, None]).mul_(-d_entropies[rows, None])
+                z.sub_(d).mul_(p)
+            z.scatter_add_(1, targets[rows, None], d)
+            z = z.mul_(slope).mul_(scale / temperature).to(dtype)
+            d_hidden[rows] = z @ head
+            if dtype == d_weight.dtype:
+                d_weight.addmm_(z.T, hidden[rows])
+            else:
+                d_weight += z.T @ hidden[rows]
+            if bias is not None:
+                d_bias += z.sum(0)
+        return d_hidden.to(ctx.saved_tensors[0].dtype), d_weight, d_bias, None, None, None, None
 
 
-def model_logits(model, hidden):
-    """Float32 logits (N, V) of hidden states (N, H), scaled or capped as by the model's forward."""
+def logit_transform(model):
+    """(scale, cap) of logits = cap tanh(scale head(hidden) / cap); cap None where there is none."""
     config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return cap * torch.tanh(logits / cap) if cap else logits
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma
+
+
+def model_logits(model, hidden, weight, bias):
+    """Float32 logits (N, V) of hidden states (N, H), scaled or capped as by the model's forward."""
+    scale, cap = logit_transform(model)
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = logits.mul_(scale) if scale != 1 else logits
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 @torch.no_grad()
@@ -445,7 +503,9 @@ def check_logits(model):
     input_ids = torch.arange(4, device=model.device)[None]
     own = model(input_ids=input_ids, use_cache=False).logits[0].float()
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0]
-    if not torch.allclose(model_logits(model, hidden), own, rtol=1e-3, atol=1e-3):
+    head = model.get_output_embeddings()
+    ours = model_logits(model, hidden, head.weight, getattr(head, "bias", None))
+    if not torch.allclose(ours, own, rtol=1e-3, atol=1e-3):
         kind = type(model).__name__
         raise ValueError(f"{kind} is not supported: its logits are not those of model_logits")
 
@@ -567,8 +627,6 @@ def start_processes():
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group()
-        # vLLM does it itself, and fails if it was done.
-        atexit.register(lambda: "vllm" in sys.modules or dist.destroy_process_group())
     return torch.device(device)
 
 
@@ -585,7 +643,7 @@ def rank():
 
 
 def world_size():
-    """The number of processes."""
+    """The number of processes. A group of one may be vLLM's own, and is never asked."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -596,7 +654,7 @@ def share(items):
 
 def across(tensor, operation=dist.ReduceOp.SUM):
     """A tensor reduced over all processes, in place."""
-    if dist.is_initialized():
+    if world_size() > 1:
         dist.all_reduce(tensor, operation)
     return tensor
 
@@ -604,7 +662,7 @@ def across(tensor, operation=dist.ReduceOp.SUM):
 def gather(items):
     """The lists of all processes, joined."""
     lists = [items]
-    if dist.is_initialized():
+    if world_size() > 1:
         lists = [None] * dist.get_world_size()
         dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
@@ -630,7 +688,7 @@ def load_model(kind, name, device, gradient_checkpointing=False, **options):
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    if not dist.is_initialized():
+    if world_size() == 1:
         return model.to(device)
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for module in [*blocks, model]:
@@ -678,7 +736,9 @@ def micro_batches(batch, rows, budget, device):
             name: tensor[index, : width + (name == "input_ids")].to(device)
             for name, tensor in batch.items()
         }
-        piece["mask"] &= bool(part)
+        if not part:
+            piece["mask"] &= False
+            piece["weights"] = torch.zeros_like(piece["mask"], dtype=torch.float32)
         yield part, piece
 
 
@@ -843,7 +903,7 @@ def save_checkpoint(run_dir, step, numbers=None, **trained):
         dcp.save,
         {**state, "numbers": numbers or {}},
         checkpoint_id=aside,  # written and fsynced
-        no_dist=not dist.is_initialized(),
+        no_dist=world_size() == 1,
     )
     if rank() == 0:
         os.rename(aside, path)
@@ -863,15 +923,17 @@ def load_checkpoint(run_dir, steps, numbers=None, **trained):
     if not paths:
         fail(f"--resume {run_dir} has no checkpoint: the run was stopped before its first")
     step = int(paths[-1].name.removeprefix("step-"))
-    if step >= steps:
+    # One that was killed while it saved its model has that still to do.
+    if step > steps or (step == steps and (run_dir / "model").exists()):
         fail(f"--resume {run_dir} has done all of its {step} steps: raise --steps to go on")
     state = {name: list(get_state_dict(*pair)) for name, pair in trained.items()}
     state["numbers"] = numbers if numbers is not None else {}
-    attempt("--resume", dcp.load, state, checkpoint_id=paths[-1], no_dist=not dist.is_initialized())
+    attempt("--resume", dcp.load, state, checkpoint_id=paths[-1], no_dist=world_size() == 1)
     for name, pair in trained.items():
         set_state_dict(*pair, model_state_dict=state[name][0], optim_state_dict=state[name][1])
     for path in run_dir.glob("*.jsonl") if rank() == 0 else []:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what a kill cut off is left out
+        # What a kill cut off, be it in a character, is left out.
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
         kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step]
         replace_file(path, "".join(kept))
     return step
@@ -905,7 +967,7 @@ def catch_signals():
             os._exit(128 + number)
         if not caught:
             caught.extend([number, time.monotonic()])
-            print("\nstopping after this step; once more to quit at once", flush=True)
+            os.write(1, b"\nstopping after this step; once more to quit at once\n")
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
@@ -1008,21 +1070,36 @@ def any_process(caught):
     return bool(gather(caught))
 
 
-def stop_run(run_dir, script):
+def leave(status, tracker):
+    """Ends a run of several processes when all have come here, or of one that failed."""
+    if tracker:
+        tracker.finish()
+    if world_size() > 1:
+        # Python's own way out aborts now and then: gloo's threads are still there.
+        gather([])
+        sys.stdout.flush()
+        os._exit(status)
+    if status:
+        raise SystemExit(status)
+
+
+def stop_run(run_dir, script, tracker):
     """Ends a run that a signal stopped, after its checkpoint was written."""
     say(f"stopped; go on with: python {script}.py --resume {run_dir}")
-    raise SystemExit(130)
+    leave(130, tracker)
 
 
-def finish_run(run_dir, model, tokenizer, dtype, seconds):
+def finish_run(run_dir, model, tokenizer, dtype, began, tracker):
     """Saves the model, draws the curves, and says how it went and how to load the model."""
     save_model(run_dir / "model", model, tokenizer, dtype)
     if rank() == 0:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         accuracy = [a for line in lines if (a := json.loads(line).get("eval/accuracy")) is not None]
+        seconds = time.perf_counter() - began
         say(f"\nheld-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}, {seconds:.0f} s")
         plot = Path(__file__).with_name("plot.py")
         if plot.exists():
             subprocess.run([sys.executable, plot, run_dir], check=False)
         say(f"model: {run_dir / 'model'}")
         say(f'AutoModelForCausalLM.from_pretrained("{run_dir / "model"}")')
+    leave(0, tracker)

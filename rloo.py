@@ -262,7 +262,7 @@ def evaluate(engine, model, tokenizer, problems, args, scorer):
     prompts = [problem["ids"] for problem in problems]
     completions, _ = engine.generate(prompts, 1, 0.0, args.max_completion_tokens, args.seed)
     engine.sleep()
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
     rewards = common.score(problems, texts, scorer)
     common.show_samples(problems, texts, rewards)
     return common.global_mean(torch.tensor(rewards))
@@ -319,7 +319,7 @@ def main(args):
         # 2. Score: the group of prompt p is the rows from p * group_size on.
         problems = [problem for problem in problems for _ in range(args.group_size)]
         batch = common.make_batch(problems, *rollouts, tokenizer.pad_token_id)
-        texts = tokenizer.batch_decode(rollouts[0], skip_special_tokens=True)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts[0]]
         rewards = common.score(problems, texts, scorer)
         clock.append(time.perf_counter())
 
@@ -351,8 +351,8 @@ def main(args):
         if stop or step % args.save_every == 0 or step == args.steps:
             common.save_checkpoint(run_dir, step, policy=(model, optimizer))
         if stop:
-            common.stop_run(run_dir, SCRIPT)
-    common.finish_run(run_dir, model, tokenizer, dtype, time.perf_counter() - began)
+            common.stop_run(run_dir, SCRIPT, tracker)
+    common.finish_run(run_dir, model, tokenizer, dtype, began, tracker)
 
 
 if __name__ == "__main__":

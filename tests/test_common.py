@@ -173,10 +173,11 @@ class Table(torch.nn.Module):
         self.config = SimpleNamespace(get_text_config=SimpleNamespace)
 
     def base_model(self, input_ids, **options):
-        return SimpleNamespace(last_hidden_state=self.rows[input_ids])
+        one_hot = torch.nn.functional.one_hot(input_ids, len(self.rows)).to(self.rows.dtype)
+        return SimpleNamespace(last_hidden_state=one_hot)
 
     def get_output_embeddings(self):
-        return torch.nn.Identity()
+        return SimpleNamespace(weight=self.rows.T)
 
 
 def random_model(kind, **options):
@@ -1049,6 +1050,8 @@ def test_a_run_without_checkpoint_or_steps_to_do_is_refused(run_dir):
     with pytest.raises(SystemExit, match="no checkpoint"):
         common.load_checkpoint(run_dir, 10, policy=trained_pair(1))
     common.save_checkpoint(run_dir, 10, policy=trained_pair(1))
+    assert common.load_checkpoint(run_dir, 10, policy=trained_pair(1)) == 10  # the model is to save
+    (run_dir / "model").mkdir()
     with pytest.raises(SystemExit, match="--steps"):
         common.load_checkpoint(run_dir, 10, policy=trained_pair(1))
 
