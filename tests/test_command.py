@@ -156,8 +156,9 @@ def test_the_saved_model_is_the_trained_one(learned):
     assert sum(right) / len(right) == pytest.approx(last, abs=0.01)  # a tie may break otherwise
 
 
+# test_resume.py compares runs of all scripts, to the bit.
+@pytest.mark.parametrize("learned", ["grpo"], indirect=True)
 def test_a_run_repeats_with_its_seed_only(learned, tmp_path):
-    # test_resume.py compares runs of all scripts, to the bit.
     # Three steps are the first three of fifteen, evaluations aside: nothing looks ahead.
     script, run_dir, _ = learned
 

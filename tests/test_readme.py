@@ -42,3 +42,8 @@ def test_the_flags_of_a_command_exist(command):
     for flag in re.findall(r"--([a-z0-9-]+)", command):
         flag = flag.replace("-", "_")
         assert flag in known or flag.removeprefix("no_") in known, f"{script}.py has no --{flag}"
+
+
+def test_ci_finds_the_one_command_that_tests():
+    assert len(re.findall(r"^ .*-m pytest$", README, re.MULTILINE)) == 1
+    assert len(re.findall(r"-m pytest", README)) == 1

@@ -1,5 +1,6 @@
 """vLLM samples from the trainer's weights: the same ids, log-probs and settings, at every sync."""
 
+import importlib
 import importlib.util
 import json
 import random
@@ -237,3 +238,19 @@ def test_auto_does_without_a_vllm_that_does_not_import(tmp_path):
     assert result.returncode == 1
     line = "error: --rollout-engine vllm: vLLM does not import: libcudart.so.99"
     assert result.stderr.strip().splitlines()[-1].startswith(line)
+
+
+@pytest.mark.parametrize("script", ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"])
+def test_each_script_trains_on_its_samples(script, engine, tmp_path, monkeypatch):
+    module = importlib.import_module(script)
+    # One engine fits a process. Its stop tokens are two, and the 9s make no odds here.
+    monkeypatch.setattr(module, "VLLMEngine", lambda *inputs: engine)
+    size = {"steps": 2, "prompts_per_step": 4, "group_size": 4, "eval_problems": 8}
+    given = {**module.TINY, **size, "rollout_engine": "vllm", "output_dir": str(tmp_path / "run")}
+    monkeypatch.setattr(common.signal, "signal", lambda *inputs: None)
+    module.main(module.Args(**given))
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    # A step whose groups are all uniform trains nothing, and compares nothing.
+    compared = [row["engine/mismatch_max"] for row in rows if row["engine/mismatch"] is not None]
+    assert compared and max(compared) < CLOSE
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
