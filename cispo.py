@@ -16,7 +16,7 @@ Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly, policy/cli
 The loss says nothing: its value is not the objective's, only its gradient is.
 
     python cispo.py                                       # the built-in task, on any machine
-    python cispo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 16     # on a GPU
+    python cispo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --minibatches 4    # on a GPU
     torchrun --nproc-per-node 8 cispo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k
 """
 
@@ -233,7 +233,7 @@ class VLLMEngine:
     def __init__(self, args, stop_ids, pad_id, device, dtype):
         from vllm import LLM, SamplingParams
 
-        on_gpu = device.type == "cuda"
+        self.sleeps = on_gpu = device.type == "cuda"
         options = {"gpu_memory_utilization": args.gpu_memory_utilization} if on_gpu else {}
         if not on_gpu:  # compiling takes longer than it saves, and so does a larger cache
             options = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20}
@@ -253,7 +253,6 @@ class VLLMEngine:
         )
         sampling = {"top_p": 1.0, "top_k": 0, "logprobs": 0, "detokenize": False}
         self.params = partial(SamplingParams, stop_token_ids=sorted(stop_ids), **sampling)
-        self.sleeps = on_gpu
         self.sleep()
 
     def sync(self, weights):
@@ -308,14 +307,15 @@ def main(args):
     dtype, autocast = common.precision(args.dtype, device)
     model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
     ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
-    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    optimizer = adamw(model.parameters(), args.learning_rate)
+    adamw = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, **adamw)
     scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
 
     no_vllm = "as asked" if args.rollout_engine == "transformers" else common.why_no_vllm()
     make_engine = common.TransformersEngine if no_vllm else VLLMEngine
-    engine = make_engine(args, stop_ids, tokenizer.pad_token_id, device, dtype)
+    given = (args, stop_ids, tokenizer.pad_token_id, device, dtype)
+    engine = common.attempt("the rollout engine did not start", make_engine, *given)
     common.show_header(SCRIPT, args, run_dir, model, no_vllm, dtype, len(train), len(held_out))
 
     tracker = common.start_tracker(args, run_dir)

@@ -107,6 +107,9 @@ def parse_args(Args, tiny, description):
         saved = {**vars(Args()), **attempt("--resume: args.json", json.loads, saved)}
         if (script := Path(sys.argv[0]).stem) != saved.pop("script", None):
             fail(f"--resume {values['resume']} is not a run of {script}.py")
+        now, then = int(os.environ.get("WORLD_SIZE", 1)), saved.pop("processes", None)
+        if then not in (now, None) and int(os.environ.get("RANK", 0)) == 0:
+            print(f"note: it ran on {then} processes, and now on {now}: its samples will differ")
         values = cli(saved)
         for name, value in values.items():
             if value != saved[name] and name not in HARMLESS:
@@ -127,6 +130,8 @@ def check_flags(args):
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if args.prompts_per_step % processes:
         fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {processes} processes")
+    if args.gpu_memory_utilization > 1:
+        fail("--gpu-memory-utilization is a share of the memory, at most 1")
     if "{prompt}" not in args.prompt_template:
         fail("--prompt-template must contain {prompt}, which the prompt replaces")
     if args.rollout_engine == "vllm" and why_no_vllm():
@@ -550,7 +555,7 @@ class TransformersEngine:
     def __init__(self, args, stop_ids, pad_id, device, dtype):
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
         self.stop_ids, self.pad_id = stop_ids, pad_id
-        self.budget = 4 * args.tokens_per_micro_batch
+        self.budget = 32_768  # tokens at a time; a flag for it would change the samples
 
     def sync(self, weights):
         """Copies (name, tensor) pairs, all of the model's, into the engine."""
@@ -623,10 +628,13 @@ def start_processes():
     """Joins the processes of torchrun, if it started this one; returns this one's device."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
+    if on_gpu and device.index >= torch.cuda.device_count():
+        fail(f"there are more processes than the {torch.cuda.device_count()} GPUs of this machine")
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group()
+        # What is counted is on the CPU, what is trained on the GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     return torch.device(device)
 
 
@@ -840,7 +848,10 @@ def batch_logprobs(model, batch, rows, args, autocast):
         with autocast:
             return token_logprobs(model, part["input_ids"], part["mask"], args.temperature)[0]
 
-    return score_batch(batch, rows, args.tokens_per_micro_batch, model.device, logprobs)
+    scores = score_batch(batch, rows, args.tokens_per_micro_batch, model.device, logprobs)
+    if isinstance(model, FSDPModule):
+        model.reshard()  # only a backward pass would do it, and a reference model has none
+    return scores
 
 
 # ------------------------------------------- Disk --------------------------------------------
@@ -860,7 +871,8 @@ def open_run(args, script):
             if run_dir.is_file() or found - {"args.json", "checkpoints"}:
                 fail(f"{run_dir} is in use: choose another --output-dir, or --resume {run_dir}")
         attempt("--output-dir", (run_dir / "checkpoints").mkdir, parents=True, exist_ok=True)
-        text = json.dumps({"script": script, **vars(args)}, indent=1)
+        ran_on = {"script": script, "processes": world_size()}
+        text = json.dumps({**ran_on, **vars(args)}, indent=1)
         attempt("--output-dir", replace_file, run_dir / "args.json", text)
     return run_dir
 
@@ -941,7 +953,10 @@ def load_checkpoint(run_dir, steps, numbers=None, **trained):
 
 def save_model(path, model, tokenizer, dtype):
     """Writes a folder that transformers and vLLM load, whole or not at all."""
-    weights = {name: weight.to("cpu", dtype) for name, weight in full_weights(model)}
+    weights = {}
+    for name, weight in full_weights(model):
+        if rank() == 0:  # the others only help to gather it
+            weights[name] = weight.to("cpu", dtype)
     if rank() == 0:
         for name in model.all_tied_weights_keys:  # stored once, under the other name
             weights.pop(name, None)
@@ -987,10 +1002,11 @@ def rollout_metrics(rewards, completions, stop_ids, group_size):
     lengths = gather([len(ids) for ids in completions])
     ended = gather([truncate_at_stop(ids, stop_ids)[1] for ids in completions])
     groups = rewards.view(-1, group_size)
+    uniform = (groups == groups[:, :1]).all(1).double().mean().item()
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "reward/uniform_groups": (groups == groups[:, :1]).all(1).double().mean().item(),
+        "reward/uniform_groups": uniform if group_size > 1 else None,  # one is no group
         "generation/length": sum(lengths) / len(lengths),
         "generation/truncated": 1 - sum(ended) / len(ended),
     }
@@ -1085,7 +1101,9 @@ def leave(status, tracker):
 
 def stop_run(run_dir, script, tracker):
     """Ends a run that a signal stopped, after its checkpoint was written."""
-    say(f"stopped; go on with: python {script}.py --resume {run_dir}")
+    processes = world_size()
+    start = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
+    say(f"stopped; go on with: {start} {script}.py --resume {run_dir}")
     leave(130, tracker)
 
 

@@ -16,8 +16,7 @@ other objective, rho A - beta' KL(old || new), with beta' adapted. Four models: 
 ended. Left out: c1, for policy and critic share no weights and have an optimiser each.
 
 Watch critic/explained_variance rise towards 1: until it does, the advantages are noise, which is
-why --value-warmup-steps train the critic alone. Near full marks the returns hardly vary, and it
-falls again. Watch reward/mean and eval/accuracy rise and policy/entropy fall slowly.
+why --value-warmup-steps train the critic alone. Then watch reward/mean and eval/accuracy.
 
     python ppo.py                                         # the built-in task, on any machine
     python ppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 4        # on a GPU
@@ -135,6 +134,8 @@ def check(args):
         fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
     if args.gamma > 1 or args.lam > 1:
         fail("--gamma and --lam must be at most 1")
+    if args.objective == "kl-penalty" and args.minibatches * args.update_epochs == 1:
+        fail("--objective kl-penalty has no effect on one update a batch: raise --minibatches")
 
 
 def load_problems(args):
@@ -290,7 +291,8 @@ def update(model, critic, optimizers, batch, rows, args, autocast, totals, kl_pe
     totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
     common.clip_gradient(critic, args.max_grad_norm)
     for optimizer in optimizers:
-        optimizer.step()
+        if optimizer.param_groups[0]["lr"]:  # 0: the policy waits, and takes up no momentum
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -301,7 +303,7 @@ class VLLMEngine:
     def __init__(self, args, stop_ids, pad_id, device, dtype):
         from vllm import LLM, SamplingParams
 
-        on_gpu = device.type == "cuda"
+        self.sleeps = on_gpu = device.type == "cuda"
         options = {"gpu_memory_utilization": args.gpu_memory_utilization} if on_gpu else {}
         if not on_gpu:  # compiling takes longer than it saves, and so does a larger cache
             options = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20}
@@ -321,7 +323,6 @@ class VLLMEngine:
         )
         sampling = {"top_p": 1.0, "top_k": 0, "logprobs": 0, "detokenize": False}
         self.params = partial(SamplingParams, stop_token_ids=sorted(stop_ids), **sampling)
-        self.sleeps = on_gpu
         self.sleep()
 
     def sync(self, weights):
@@ -376,22 +377,23 @@ def main(args):
     dtype, autocast = common.precision(args.dtype, device)
     model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
     ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
-    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    optimizer = adamw(model.parameters(), args.learning_rate)
+    adamw = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, **adamw)
     torch.manual_seed(args.seed)  # of the critic's head, the same in all processes
     kind, name = (
         AutoModelForTokenClassification,
         args.value_model or args.reward_model or args.model,
     )
     critic = common.load_model(kind, name, device, args.gradient_checkpointing, num_labels=1)
-    value_optimizer = adamw(critic.parameters(), args.value_learning_rate)
+    value_optimizer = torch.optim.AdamW(critic.parameters(), args.value_learning_rate, **adamw)
     trained = {"policy": (model, optimizer), "critic": (critic, value_optimizer)}
     scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
 
     no_vllm = "as asked" if args.rollout_engine == "transformers" else common.why_no_vllm()
     make_engine = common.TransformersEngine if no_vllm else VLLMEngine
-    engine = make_engine(args, stop_ids, tokenizer.pad_token_id, device, dtype)
+    given = (args, stop_ids, tokenizer.pad_token_id, device, dtype)
+    engine = common.attempt("the rollout engine did not start", make_engine, *given)
     common.show_header(SCRIPT, args, run_dir, model, no_vllm, dtype, len(train), len(held_out))
 
     tracker = common.start_tracker(args, run_dir)

@@ -8,7 +8,8 @@ layers, V words and T tokens a micro-batch, in bytes:
                                         the embedding, head and last norm with their gradients
     casts        2 P_linear             the bfloat16 copies that autocast keeps for the backward
     activations  T L (28 H + 8 I + 8 Q + 10 K)      what autograd saves of a layer, in autocast
-    head         256 V 4 x 5            the logits of a chunk, and what is made of them
+    head         256 V 4 x 3 + 8 V H    a chunk's logits and what is made of them, the gradient
+                                        and the bfloat16 copies of the head
 
 Gradient checkpointing leaves of casts and activations those of one layer, and T L 4 H. While the
 engine samples, there are no gradients, casts and activations, but its share of the GPU: at least
@@ -65,7 +66,7 @@ def parts(config, processes, tokens=8192, checkpointing=False, chunk=256):
         "gathered": 4 * (3 * layer + 2 * (count - layers * layer)) if processes > 1 else 0,
         "casts": 2 * linear * kept,
         "activations": tokens * (kept * token + checkpointing * layers * 4 * hidden),
-        "head": chunk * config.vocab_size * 4 * 5,
+        "head": config.vocab_size * (chunk * 4 * 3 + 8 * hidden),
     }
 
 

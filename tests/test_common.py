@@ -1081,7 +1081,7 @@ def test_open_run_refuses_a_folder_in_use(tmp_path):
     args = grpo.Args(output_dir=str(tmp_path / "new" / "run"), seed=3)
     assert common.open_run(args, "grpo") == tmp_path / "new" / "run"
     saved = json.loads((tmp_path / "new" / "run" / "args.json").read_text())
-    assert saved == {"script": "grpo", **vars(args)}
+    assert saved == {"script": "grpo", "processes": 1, **vars(args)}
     common.open_run(args, "grpo")  # nothing has been written yet that could be lost
     (tmp_path / "new" / "run" / "metrics.jsonl").touch()
     with pytest.raises(SystemExit, match="in use"):
