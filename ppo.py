@@ -134,8 +134,6 @@ def check(args):
         fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
     if args.gamma > 1 or args.lam > 1:
         fail("--gamma and --lam must be at most 1")
-    if args.objective == "kl-penalty" and args.minibatches * args.update_epochs == 1:
-        fail("--objective kl-penalty has no effect on one update a batch: raise --minibatches")
 
 
 def load_problems(args):
@@ -291,9 +289,9 @@ def update(model, critic, optimizers, batch, rows, args, autocast, totals, kl_pe
     totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
     common.clip_gradient(critic, args.max_grad_norm)
     for optimizer in optimizers:
-        if optimizer.param_groups[0]["lr"]:  # 0: the policy waits, and takes up no momentum
-            optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step()
+    model.zero_grad()
+    critic.zero_grad()
 
 
 # ------------------------------------------ Rollouts -------------------------------------------
@@ -411,7 +409,7 @@ def main(args):
         warm = min(1, step / max(1, args.warmup_steps))
         value_optimizer.param_groups[0]["lr"] = args.value_learning_rate * warm
         alone = step <= args.value_warmup_steps  # the critic learns, the policy waits
-        optimizer.param_groups[0]["lr"] = 0.0 if alone else args.learning_rate * warm
+        optimizer.param_groups[0]["lr"] = args.learning_rate * warm
 
         # 1. Generate: this process's prompts, with this step's weights.
         problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
@@ -445,7 +443,8 @@ def main(args):
         batch["advantages"] = whiten(advantages, mask) if args.whiten else advantages
 
         # 4. Update, of policy and critic on the same batch.
-        totals, optimizers = common.Totals(), (optimizer, value_optimizer)
+        totals = common.Totals()
+        optimizers = (value_optimizer,) if alone else (optimizer, value_optimizer)
         for rows in common.minibatches(len(rewards), args.minibatches, args.update_epochs, seed):
             penalty = numbers["kl_penalty"]
             update(model, critic, optimizers, batch, rows, args, autocast, totals, penalty)

@@ -95,6 +95,8 @@ for name in names:
     fields = importlib.import_module(name).Args.__dataclass_fields__
     group = [flag for flag in ("minibatches", "update_epochs") if flag in fields]
     fixed = [part for flag in group for part in (f"--{flag.replace('_', '-')}", "1")]
+    if "value_warmup_steps" in fields:  # or the policy would wait
+        fixed += ["--value-warmup-steps", "0"]
     how = ["sequence-sum", "sequence-mean", "token-mean", "constant"]
     if "loss_aggregation" not in fields:
         how = how[:1]
