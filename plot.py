@@ -55,6 +55,7 @@ def draw(run_dirs, path):
     columns = min(3, len(used))
     lines = -(-len(used) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False)
+    colors = {label: f"C{number}" for number, label in enumerate(groups)}  # the same in all panels
     for axis, key in zip(axes.flat, used, strict=False):
         for label, runs in groups.items():
             points = defaultdict(list)
@@ -66,16 +67,17 @@ def draw(run_dirs, path):
                 continue
             mean = [sum(points[s]) / len(points[s]) for s in steps]
             name = f"{label} ({len(runs)} runs)" if len(runs) > 1 else label
-            (line,) = axis.plot(
-                steps, mean, label=name, marker="o" if key == "eval/accuracy" else "", markersize=3
-            )
+            marker = "o" if key == "eval/accuracy" else ""
+            axis.plot(steps, mean, label=name, color=colors[label], marker=marker, markersize=3)
             if len(runs) > 1:
                 low, high = [min(points[s]) for s in steps], [max(points[s]) for s in steps]
-                axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+                axis.fill_between(steps, low, high, color=colors[label], alpha=0.15, linewidth=0)
         axis.set(title=PANELS[key], xlabel="step")
         axis.grid(alpha=0.3)
         if key in ("reward/mean", "eval/accuracy") and axis.get_ylim()[1] <= 1.1:
             axis.set_ylim(-0.02, 1.02)
+        if key == "critic/explained_variance":
+            axis.set_ylim(max(-1.0, axis.get_ylim()[0]), 1.02)
     for axis in axes.flat[len(used) :]:
         axis.axis("off")
     axes.flat[0].legend(fontsize=8)
