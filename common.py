@@ -134,6 +134,8 @@ def check_flags(args):
         fail("--gpu-memory-utilization is a share of the memory, at most 1")
     if "{prompt}" not in args.prompt_template:
         fail("--prompt-template must contain {prompt}, which the prompt replaces")
+    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+        fail(f"--track {args.track}: it is not installed; pip install {args.track}")
     if args.rollout_engine == "vllm" and why_no_vllm():
         fail(f"--rollout-engine vllm: {why_no_vllm()}")
     return args.prompts_per_step // processes
@@ -1073,10 +1075,7 @@ def start_tracker(args, run_dir):
     """The module wandb or trackio with a run begun, on the first process, or None."""
     if args.track == "none" or rank() != 0:
         return None
-    try:
-        tracker = importlib.import_module(args.track)
-    except ImportError:
-        fail(f"--track {args.track}: it is not installed; pip install {args.track}")
+    tracker = importlib.import_module(args.track)
     tracker.init(project="rl-for-lm", name=run_dir.name, config=vars(args))
     return tracker
 

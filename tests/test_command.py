@@ -1,11 +1,13 @@
 """The scripts as their users run them: what a run learns, writes and prints, and how one fails."""
 
 import importlib
+import importlib.machinery
 import inspect
 import json
 import re
 import shutil
 import sys
+import types
 
 import matplotlib.pyplot as plt
 import pytest
@@ -465,3 +467,39 @@ def test_flags_that_do_not_parse(script, capsys, flags, named):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert all(word in error for word in named)
+
+
+# ------------------------------------------- Tracker -------------------------------------------
+class Tracker(types.ModuleType):
+    """What wandb and trackio have in common, keeping what it is sent."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)  # as of what was imported
+        self.config, self.rows, self.finished = None, [], False
+
+    def init(self, project, name, config):
+        self.config = config
+
+    def log(self, row, step):
+        self.rows.append({**row, "step": step})
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_metrics(name, tmp_path, monkeypatch):
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    run_dir = tmp_path / "run"
+    call("grpo", *SMALL, *MACHINE, "--steps", 2, "--track", name, "--output-dir", run_dir)
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert tracker.rows == [{k: v for k, v in row.items() if v is not None} for row in rows]
+    assert tracker.config["steps"] == 2 and tracker.finished
+
+
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # import raises ImportError
+    flags = [*SMALL, *MACHINE, "--track", "trackio", "--output-dir", tmp_path / "run"]
+    assert "pip install trackio" in fails("grpo", *flags)
