@@ -122,6 +122,7 @@ seen["weights"] = {name: weight.clone() for name, weight in common.full_weights(
 seen["moments"] = [whole(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
 if common.rank() == 0:
     torch.save(seen, f"{folder}/seen-{common.world_size()}.pt")
+common.leave(0, None)
 """
 
 
