@@ -236,9 +236,10 @@ class VLLMEngine:
         from vllm import LLM, SamplingParams
 
         self.sleeps = on_gpu = device.type == "cuda"
-        options = {"gpu_memory_utilization": args.gpu_memory_utilization} if on_gpu else {}
+        options = {"gpu_memory_utilization": args.gpu_memory_utilization}
         if not on_gpu:  # compiling takes longer than it saves, and so does a larger cache
             options = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20}
+            options["enable_chunked_prefill"] = False  # fails with seeds on a CPU
             torch.compiler.set_stance("force_eager")
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
@@ -249,7 +250,6 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",  # those of the temperature it samples at
             generation_config="vllm",  # not the checkpoint's sampling settings
             enable_sleep_mode=on_gpu,
-            seed=args.seed,
             use_tqdm_on_load=False,
             **options,
         )
