@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -49,12 +50,13 @@ from transformers.utils import logging as transformers_logging
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 # Flags that may change when a run is resumed: it stays the same run, but for rounding.
 HARMLESS = {"output_dir", "resume", "steps", "gpu_memory_utilization", "tokens_per_micro_batch"}
 HARMLESS |= {"gradient_checkpointing", "eval_every", "save_every", "sample_every", "track"}
 
-
+# What a library raises for an input of the user's that it cannot use.
 REFUSALS = (ValueError, OSError, RuntimeError, CheckpointException, SafetensorError, TemplateError)
 
 
@@ -101,10 +103,16 @@ def parse_args(Args, tiny, description):
         return {k: v for part in vars(grouped).values() for k, v in vars(part).items()}
 
     own = any(flag.split("=")[0] in ("--model", "--dataset") for flag in sys.argv)
+    if not own:
+        description += "\nThe defaults shown are the built-in task's. With --model or --dataset "
+        description += "others hold, which --model NAME --help shows."
     values = cli(vars(Args()) if own else {**vars(Args()), **tiny})
     if values["resume"]:
-        saved = attempt("--resume", (Path(values["resume"]) / "args.json").read_text)
-        saved = {**vars(Args()), **attempt("--resume: args.json", json.loads, saved)}
+        path = Path(values["resume"]) / "args.json"
+        if not path.is_file():
+            fail(f"--resume {values['resume']} is not the folder of a run: {path} is not there")
+        saved = attempt("--resume", path.read_text, encoding="utf-8")
+        saved = {**vars(Args()), **attempt(f"--resume: {path}", json.loads, saved)}
         if (script := Path(sys.argv[0]).stem) != saved.pop("script", None):
             fail(f"--resume {values['resume']} is not a run of {script}.py")
         now, then = int(os.environ.get("WORLD_SIZE", 1)), saved.pop("processes", None)
@@ -126,10 +134,17 @@ def check_flags(args):
     for name, value in vars(args).items():
         number = type(value) in (int, float)
         if number and not (0 < value < math.inf or (value == 0 and name in may_be_0)):
-            fail(f"--{name.replace('_', '-')} must be a number above 0, not {value}")
+            least = "0 or above" if name in may_be_0 else "above 0"
+            fail(f"--{name.replace('_', '-')} must be a number {least}, not {value}")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if args.prompts_per_step % processes:
         fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {processes} processes")
+    for name in ("model", "reward_model", "value_model"):
+        folder = getattr(args, name, "")
+        if folder.startswith(("/", ".", "~")) or Path(folder).is_dir() and folder:
+            if not (Path(folder) / "config.json").is_file():
+                what = "is not a folder with a model" if Path(folder).exists() else "is not there"
+                fail(f"--{name.replace('_', '-')} {folder} {what}")
     if args.gpu_memory_utilization > 1:
         fail("--gpu-memory-utilization is a share of the memory, at most 1")
     if "{prompt}" not in args.prompt_template:
@@ -164,16 +179,19 @@ def read_rows(name, config, split):
             rows = datasets.load_dataset(name, config, split=split)
         except Exception as error:  # the hub's errors have no class in common
             text = " ".join(str(error).split())[:300]
-            raise ValueError(f"data set {name}: {type(error).__name__}: {text}") from error
+            what = "a hub data set needs its right name and a network, a file ends in .jsonl"
+            raise ValueError(f"{name}: {text} ({what})") from error
         return [(f"{name} {split}[{i}]", row) for i, row in enumerate(rows)]
     try:
         lines = Path(name).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {name}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from error
     rows = []
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line:
-            break  # what follows the last line's end
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -186,13 +204,8 @@ def read_rows(name, config, split):
 
 def is_chat(prompt):
     """Whether a prompt is a list of chat messages, dicts with a role and a content."""
-    return (
-        isinstance(prompt, list)
-        and prompt != []
-        and all(
-            isinstance(message, dict) and {"role", "content"} <= set(message) for message in prompt
-        )
-    )
+    messages = prompt if isinstance(prompt, list) and prompt else [None]
+    return all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
 
 
 def read_problems(name, args, split):
@@ -207,7 +220,8 @@ def read_problems(name, args, split):
         field = next((field for field in fields if field in row), None)
         if field is None or args.answer_field not in row:
             flag = "--answer-field" if field else "--prompt-field"
-            raise ValueError(f"{where} has the fields {sorted(row)}: choose one with {flag}")
+            note = " (any, if your reward needs none)" if field else ""
+            raise ValueError(f"{where} has the fields {sorted(row)}: choose one with {flag}{note}")
         prompt = row[field]
         if not isinstance(prompt, str) and not is_chat(prompt):
             what = "neither text nor chat messages"
@@ -253,17 +267,16 @@ def score(problems, completions, reward):
     """[reward(prompt, completion, answer)], finite floats; fail() where it raises or is not one."""
     rewards = []
     for problem, completion in zip(problems, completions, strict=True):
+        given = f"the prompt was {problem['prompt']!r}, the completion {completion!r}"
         try:
-            value = float(reward(problem["prompt"], completion, problem["answer"]))
+            value = reward(problem["prompt"], completion, problem["answer"])
         except Exception as error:  # whatever the user's function raises
             line = traceback.extract_tb(error.__traceback__)[-1]
             at = f"{Path(line.filename).name} line {line.lineno}"
-            what = f"reward raised {type(error).__name__} at {at}: {error}"
-            fail(f"{what}; the prompt was {problem['prompt']!r}, the completion {completion!r}")
-        if not math.isfinite(value):
-            what = f"the reward is {value}"
-            fail(f"{what}; the prompt was {problem['prompt']!r}, the completion {completion!r}")
-        rewards.append(value)
+            fail(f"reward raised {type(error).__name__} at {at}: {error}; {given}")
+        if not hasattr(value, "__float__") or not math.isfinite(value):
+            fail(f"the reward is {value!r}, not a finite number; {given}")
+        rewards.append(float(value))
     return rewards
 
 
@@ -1039,8 +1052,9 @@ def show_header(script, args, run_dir, model, no_vllm, dtype, train, held_out):
     say(f"rollouts  {engine}; {batch} in each of {args.steps} steps")
     say(f"device    {world_size()} x {model.device.type}, {str(dtype).removeprefix('torch.')}")
     say(f"results   {run_dir}")
-    say("A loss near 0 is no fault, for the advantages are centred: watch the reward, the held-out")
-    say("accuracy, and the entropy, which should fall slowly.\n")
+    say("A loss near 0 is no fault, for the advantages are centred: watch the reward, the entropy,")
+    say("which should not reach 0 while the reward is low, and the held-out accuracy, the reward of")
+    say("greedy completions. Three of them are shown, the reward first.\n")
 
 
 def log_step(run_dir, row, steps, tracker):

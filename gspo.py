@@ -49,13 +49,13 @@ class Args:
     dataset: str = "openai/gsm8k"  # problems to train on: a .jsonl file or a hub name
     dataset_config: str = ""  # the hub data set's configuration ("": main, or the only one)
     split: str = "train"  # the hub data set's split to train on
-    prompt_field: str = ""  # text or chat messages ("": the first of prompt, question, problem)
-    answer_field: str = "answer"  # the right answer, handed to `reward`
+    prompt_field: str = ""  # name of the field ("": the first of prompt, question, problem)
+    answer_field: str = "answer"  # name of the field with the right answer, handed to `reward`
     prompt_template: str = "{prompt}"  # text around a text prompt, which replaces {prompt}
     eval_dataset: str = ""  # held-out problems: a .jsonl file or a hub name ("": as --eval-split)
-    eval_split: str = "test"  # hub split to evaluate on ("" or a file: the last of --dataset)
+    eval_split: str = "test"  # hub split held out ("" or a file: the last tenth of --dataset)
     eval_problems: int = 200  # held-out problems scored at each evaluation, at most
-    reward_model: str = ""  # classifier with one label that scores instead of `reward` ("": none)
+    reward_model: str = ""  # folder or hub name of a one-label classifier to use as the reward
     output_dir: str = ""  # the run's folder, new or empty ("": runs/<script>-<time>)
     resume: str = ""  # folder of a stopped run to go on with; its flags are kept
     seed: int = 0  # of the order of the problems and of the samples
@@ -69,27 +69,27 @@ class Args:
     temperature: float = 1.0  # of the samples and of the log-probs they are trained with
 
     # algorithm
-    minibatches: int = 1  # updates made of each pass over a batch
-    update_epochs: int = 1  # passes over each batch
+    minibatches: int = 1  # updates made of each pass over a batch; above 1 the clip acts
+    update_epochs: int = 1  # passes over each batch; above 1 the clip acts
     clip_eps_low: float = 3e-4  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 4e-4  # eps_high: the ratio is clipped above 1 + eps_high
     beta: float = 0.0  # weight of KL(policy || initial model) in the loss (0: no reference model)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2: the KL's gradient; k3: nearly; k1: none
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2 has the KL's gradient, k3 nearly
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
-    loss_aggregation: Aggregation = "sequence-mean"  # how token losses add up (Dr. GRPO: constant)
+    loss_aggregation: Aggregation = "sequence-mean"  # losses over 1, length, all tokens or limit
 
     # optimizer
     learning_rate: float = 1e-6  # AdamW's, after the warm-up
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # AdamW's: share of the learning rate that weights shrink by
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
 
     # engine
     rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if it runs here
-    gpu_memory_utilization: float = 0.4  # share of the GPU's memory for vLLM, while it samples
-    mismatch_cap: float = 2.0  # cap of the weights trainer/engine probability (0: no weights)
+    gpu_memory_utilization: float = 0.4  # share of the GPU's memory that vLLM takes in all
+    mismatch_cap: float = 2.0  # cap of the loss's factor p_trainer / p_engine (0: no factor)
     mismatch_limit: float = 0.1  # mean |trainer - engine| log-prob, in nats, that stops the run
-    tokens_per_micro_batch: int = 8192  # tokens in one forward pass, padding included
+    tokens_per_micro_batch: int = 8192  # tokens in one forward pass: fewer take less memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the compute; auto: bfloat16 on GPU
 
@@ -214,8 +214,7 @@ def objective(model, batch, args, autocast, totals):
     clip = (args.clip_eps_low, args.clip_eps_high)
     losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
     metrics["policy/clip_frac"] = clipped
-    if args.mismatch_cap:
-        cap = args.mismatch_cap
+    if cap := args.mismatch_cap:
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     if args.beta:
         kl = common.kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
@@ -309,7 +308,7 @@ def evaluate(engine, model, tokenizer, problems, args, scorer):
 
 def main(args):
     check(args)
-    train, held_out = common.attempt(f"--dataset {args.dataset}", load_problems, args)
+    train, held_out = common.attempt("cannot load the problems", load_problems, args)
     common.try_reward(args, train, reward)
     device = common.start_processes()
     run_dir = common.open_run(args, SCRIPT)
@@ -343,8 +342,8 @@ def main(args):
 
     for step in range(start + 1, args.steps + 1):
         clock = [time.perf_counter()]
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min(1, step / max(1, args.warmup_steps))
+        warm = min(1, step / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = args.learning_rate * warm
 
         # 1. Generate: this process's prompts, with this step's weights.
         problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)

@@ -52,13 +52,13 @@ class Args:
     dataset: str = "openai/gsm8k"  # problems to train on: a .jsonl file or a hub name
     dataset_config: str = ""  # the hub data set's configuration ("": main, or the only one)
     split: str = "train"  # the hub data set's split to train on
-    prompt_field: str = ""  # text or chat messages ("": the first of prompt, question, problem)
-    answer_field: str = "answer"  # the right answer, handed to `reward`
+    prompt_field: str = ""  # name of the field ("": the first of prompt, question, problem)
+    answer_field: str = "answer"  # name of the field with the right answer, handed to `reward`
     prompt_template: str = "{prompt}"  # text around a text prompt, which replaces {prompt}
     eval_dataset: str = ""  # held-out problems: a .jsonl file or a hub name ("": as --eval-split)
-    eval_split: str = "test"  # hub split to evaluate on ("" or a file: the last of --dataset)
+    eval_split: str = "test"  # hub split held out ("" or a file: the last tenth of --dataset)
     eval_problems: int = 200  # held-out problems scored at each evaluation, at most
-    reward_model: str = ""  # classifier with one label that scores instead of `reward` ("": none)
+    reward_model: str = ""  # folder or hub name of a one-label classifier to use as the reward
     output_dir: str = ""  # the run's folder, new or empty ("": runs/<script>-<time>)
     resume: str = ""  # folder of a stopped run to go on with; its flags are kept
     seed: int = 0  # of the order of the problems and of the samples
@@ -72,36 +72,36 @@ class Args:
     temperature: float = 1.0  # of the samples and of the log-probs they are trained with
 
     # algorithm
-    minibatches: int = 1  # updates made of each pass over a batch
-    update_epochs: int = 1  # passes over each batch
+    minibatches: int = 1  # updates made of each pass over a batch; above 1 the clip acts
+    update_epochs: int = 1  # passes over each batch; above 1 the clip acts
     clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
     beta: float = 0.0  # weight of KL(policy || initial model) in the reward (0: no reference model)
     gamma: float = 1.0  # discount of later rewards, per token
     lam: float = 0.95  # GAE's lambda: 0 trusts the critic alone, 1 the observed return alone
     whiten: bool = True  # shift and scale a batch's advantages to mean 0 and std 1
-    entropy_coef: float = 0.0  # c2: weight of the entropy, a bonus for staying uncertain
+    entropy_coef: float = 0.0  # weight of the entropy (c2), a bonus for staying uncertain
     objective: Literal["clip", "kl-penalty"] = "clip"  # what keeps the policy near the old one
-    kl_penalty: float = 1.0  # beta' of --objective kl-penalty, at the start
-    kl_target: float = 0.01  # KL(old || new), in nats a token, that beta' is adapted to
-    value_model: str = ""  # critic to start from ("": the reward model, or else the policy)
+    kl_penalty: float = 1.0  # weight of the KL in --objective kl-penalty at the start (beta')
+    kl_target: float = 0.01  # KL(old || new), in nats a token, that this weight is adapted to
+    value_model: str = ""  # folder or hub name of the critic ("": reward model or policy)
     value_clip_eps: float = 0.0  # the value is clipped this far around the old one (0: never)
     value_warmup_steps: int = 3  # steps at the start that train the critic alone
-    value_learning_rate: float = 1e-5  # the critic's
-    loss_aggregation: Aggregation = "sequence-mean"  # how token losses add up (Dr. GRPO: constant)
+    value_learning_rate: float = 1e-5  # the critic's learning rate
+    loss_aggregation: Aggregation = "sequence-mean"  # losses over 1, length, all tokens or limit
 
     # optimizer
     learning_rate: float = 1e-6  # AdamW's, after the warm-up
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # AdamW's: share of the learning rate that weights shrink by
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
 
     # engine
     rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if it runs here
-    gpu_memory_utilization: float = 0.4  # share of the GPU's memory for vLLM, while it samples
-    mismatch_cap: float = 2.0  # cap of the weights trainer/engine probability (0: no weights)
+    gpu_memory_utilization: float = 0.4  # share of the GPU's memory that vLLM takes in all
+    mismatch_cap: float = 2.0  # cap of the loss's factor p_trainer / p_engine (0: no factor)
     mismatch_limit: float = 0.1  # mean |trainer - engine| log-prob, in nats, that stops the run
-    tokens_per_micro_batch: int = 8192  # tokens in one forward pass, padding included
+    tokens_per_micro_batch: int = 8192  # tokens in one forward pass: fewer take less memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the compute; auto: bfloat16 on GPU
 
@@ -251,8 +251,7 @@ def objective(model, batch, args, autocast, totals, kl_penalty):
         metrics["policy/clip_frac"] = clipped
     else:
         losses = penalty_loss(*given, kl_penalty)
-    if args.mismatch_cap:
-        cap = args.mismatch_cap
+    if cap := args.mismatch_cap:
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     losses = losses - args.entropy_coef * entropy
     loss = (losses * batch["weights"]).sum()
@@ -364,7 +363,7 @@ def evaluate(engine, model, tokenizer, problems, args, scorer):
 
 def main(args):
     check(args)
-    train, held_out = common.attempt(f"--dataset {args.dataset}", load_problems, args)
+    train, held_out = common.attempt("cannot load the problems", load_problems, args)
     common.try_reward(args, train, reward)
     device = common.start_processes()
     run_dir = common.open_run(args, SCRIPT)
