@@ -5,6 +5,7 @@ Per-token tensors are float32 (B, T-1) and aligned with the token they score: co
 the first stop token. Rows are padded on the right: with causal attention no real token sees it.
 """
 
+import atexit
 import dataclasses
 import importlib.util
 import inspect
@@ -104,8 +105,7 @@ def parse_args(Args, tiny, description):
 
     own = any(flag.split("=")[0] in ("--model", "--dataset") for flag in sys.argv)
     if not own:
-        description += "\nThe defaults shown are the built-in task's. With --model or --dataset "
-        description += "others hold, which --model NAME --help shows."
+        description += "\nDefaults of the built-in task; for a real model's: --model NAME --help"
     values = cli(vars(Args()) if own else {**vars(Args()), **tiny})
     if values["resume"]:
         path = Path(values["resume"]) / "args.json"
@@ -184,10 +184,8 @@ def read_rows(name, config, split):
         return [(f"{name} {split}[{i}]", row) for i, row in enumerate(rows)]
     try:
         lines = Path(name).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {getattr(error, 'strerror', error)}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -239,7 +237,7 @@ def read_problems(name, args, split):
 def hold_out(problems, most):
     """(the first problems, the last tenth but at most `most`); ValueError if one is empty."""
     if len(problems) < 2:
-        raise ValueError("one problem is too few: one to train on and one to hold out")
+        raise ValueError("--dataset needs two problems: one to train on and one to hold out")
     count = min(most, max(1, len(problems) // 10))
     return problems[:-count], problems[-count:]
 
@@ -782,9 +780,9 @@ def at_last_token(scores, mask):
 
 def batch_kl(model, ref_model, batch, args, autocast):
     """(k1 per token (B, T-1), the metric of its mean) for a KL in the reward; adds old_logprobs."""
-    score = partial(batch_logprobs, batch=batch, rows=range(len(batch["mask"])), args=args)
-    batch["old_logprobs"] = score(model, autocast=autocast)
-    kl = kl_estimate(batch["old_logprobs"], score(ref_model, autocast=autocast), "k1")
+    batch["old_logprobs"] = batch_logprobs(model, batch, args, autocast)
+    ref_logprobs = batch_logprobs(ref_model, batch, args, autocast)
+    kl = kl_estimate(batch["old_logprobs"], ref_logprobs, "k1")
     return kl, {"kl/mean": global_mean(kl[batch["mask"]])}
 
 
@@ -847,23 +845,24 @@ def check_mismatch(mismatch, limit):
 
 
 @torch.no_grad()
-def score_batch(batch, rows, budget, device, function):
-    """(B, T-1): function(micro-batch), (rows of it, T-1), for a batch's `rows`, 0 in the others."""
+def score_batch(batch, budget, device, function):
+    """(B, T-1): function(micro-batch), (rows of it, T-1), 0 in rows that will not be "trained"."""
     scores = torch.zeros(batch["mask"].shape)
+    rows = batch.get("trained", torch.ones(len(scores), 1))[:, 0].nonzero()[:, 0].tolist()
     for part, piece in micro_batches(batch, rows, budget, device):
         values = function(piece)
         scores[part, : values.shape[1]] = values[: len(part)].cpu()
     return scores
 
 
-def batch_logprobs(model, batch, rows, args, autocast):
-    """Log-probs (B, T-1) of a batch's `rows` under a model, 0 in the others."""
+def batch_logprobs(model, batch, args, autocast):
+    """Log-probs (B, T-1) of a batch under a model, 0 in rows that will not be "trained"."""
 
     def logprobs(part):
         with autocast:
             return token_logprobs(model, part["input_ids"], part["mask"], args.temperature)[0]
 
-    scores = score_batch(batch, rows, args.tokens_per_micro_batch, model.device, logprobs)
+    scores = score_batch(batch, args.tokens_per_micro_batch, model.device, logprobs)
     if isinstance(model, FSDPModule):
         model.reshard()  # only a backward pass would do it, and a reference model has none
     return scores
@@ -880,11 +879,16 @@ def open_run(args, script):
         name += "+"
     run_dir = Path(args.resume or gather([name])[0])  # the first process's clock counts
     if rank() == 0:
-        if not args.resume and run_dir.exists():
-            # A run that was refused before its first row has left these alone.
+        if args.resume:
+            find_checkpoint(run_dir, args.steps)
+        elif run_dir.exists():
+            # A run that was killed before its first row has left these alone.
             found = {path.name for path in attempt("--output-dir", list, run_dir.glob("*"))}
             if run_dir.is_file() or found - {"args.json", "checkpoints"}:
                 fail(f"{run_dir} is in use: choose another --output-dir, or --resume {run_dir}")
+        if not args.resume:  # a run that is refused leaves no folder
+            metrics = run_dir / "metrics.jsonl"
+            atexit.register(lambda: metrics.exists() or shutil.rmtree(run_dir, ignore_errors=True))
         attempt("--output-dir", (run_dir / "checkpoints").mkdir, parents=True, exist_ok=True)
         ran_on = {"script": script, "processes": world_size()}
         text = json.dumps({**ran_on, **vars(args)}, indent=1)
@@ -941,11 +945,8 @@ def save_checkpoint(run_dir, step, numbers=None, **trained):
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir, steps, numbers=None, **trained):
-    """Loads the last checkpoint into name=(model, optimizer) and numbers, and returns its step.
-
-    What the run wrote after that step is cut off metrics.jsonl and samples.jsonl.
-    """
+def find_checkpoint(run_dir, steps):
+    """(path, step) of a run's last checkpoint; fail() where there is none or no step is left."""
     paths = sorted((run_dir / "checkpoints").glob("step-*"))
     if not paths:
         fail(f"--resume {run_dir} has no checkpoint: the run was stopped before its first")
@@ -953,9 +954,18 @@ def load_checkpoint(run_dir, steps, numbers=None, **trained):
     # One that was killed while it saved its model has that still to do.
     if step > steps or (step == steps and (run_dir / "model").exists()):
         fail(f"--resume {run_dir} has done all of its {step} steps: raise --steps to go on")
+    return paths[-1], step
+
+
+def load_checkpoint(run_dir, steps, numbers=None, **trained):
+    """Loads the last checkpoint into name=(model, optimizer) and numbers, and returns its step.
+
+    What the run wrote after that step is cut off metrics.jsonl and samples.jsonl.
+    """
+    path, step = find_checkpoint(run_dir, steps)
     state = {name: list(get_state_dict(*pair)) for name, pair in trained.items()}
     state["numbers"] = numbers if numbers is not None else {}
-    attempt("--resume", dcp.load, state, checkpoint_id=paths[-1], no_dist=world_size() == 1)
+    attempt("--resume", dcp.load, state, checkpoint_id=path, no_dist=world_size() == 1)
     for name, pair in trained.items():
         set_state_dict(*pair, model_state_dict=state[name][0], optim_state_dict=state[name][1])
     for path in run_dir.glob("*.jsonl") if rank() == 0 else []:
@@ -1011,8 +1021,10 @@ def say(*words):
         print(*words, flush=True)
 
 
-def rollout_metrics(rewards, completions, stop_ids, group_size):
-    """Metrics over all processes of their rewards and completions (lists, one a row)."""
+def rollout_metrics(clock, rewards, completions, stop_ids, group_size):
+    """Metrics over all processes of their rewards and completions (lists, one a row), and of the
+    seconds of generate, score and update, whose bounds are the clock's four times."""
+    seconds = [end - start for start, end in itertools.pairwise(clock)]
     rewards = torch.tensor(gather(rewards), dtype=torch.float64)
     lengths = gather([len(ids) for ids in completions])
     ended = gather([truncate_at_stop(ids, stop_ids)[1] for ids in completions])
@@ -1024,6 +1036,9 @@ def rollout_metrics(rewards, completions, stop_ids, group_size):
         "reward/uniform_groups": uniform if group_size > 1 else None,  # one is no group
         "generation/length": sum(lengths) / len(lengths),
         "generation/truncated": 1 - sum(ended) / len(ended),
+        **dict(zip(("time/generate", "time/score", "time/update"), seconds, strict=True)),
+        "time/step": sum(seconds),
+        "throughput/tokens_per_second": sum(lengths) / sum(seconds),
     }
 
 
@@ -1031,15 +1046,6 @@ def show_samples(problems, completions, rewards):
     """The first three completions and their rewards."""
     for problem, text, value in list(zip(problems, completions, rewards, strict=True))[:3]:
         say(f"    {value:g}  {str(problem['prompt'])[-80:]!r} -> {text[-200:]!r}")
-
-
-def time_metrics(clock, completions):
-    """Seconds of each phase, from the times between them, and the tokens sampled a second."""
-    seconds = [end - start for start, end in itertools.pairwise(clock)]
-    seconds = dict(zip(("time/generate", "time/score", "time/update"), seconds, strict=True))
-    tokens = sum(gather([len(ids) for ids in completions]))
-    rate = tokens / (clock[-1] - clock[0])
-    return {**seconds, "time/step": clock[-1] - clock[0], "throughput/tokens_per_second": rate}
 
 
 def show_header(script, args, run_dir, model, no_vllm, dtype, train, held_out):
@@ -1053,8 +1059,8 @@ def show_header(script, args, run_dir, model, no_vllm, dtype, train, held_out):
     say(f"device    {world_size()} x {model.device.type}, {str(dtype).removeprefix('torch.')}")
     say(f"results   {run_dir}")
     say("A loss near 0 is no fault, for the advantages are centred: watch the reward, the entropy,")
-    say("which should not reach 0 while the reward is low, and the held-out accuracy, the reward of")
-    say("greedy completions. Three of them are shown, the reward first.\n")
+    say("which should not reach 0 while the reward is low, and the held-out accuracy, which is the")
+    say("reward of greedy completions. Three of them are shown, the reward first.\n")
 
 
 def log_step(run_dir, row, steps, tracker):
@@ -1094,11 +1100,6 @@ def start_tracker(args, run_dir):
     return tracker
 
 
-def any_process(caught):
-    """Whether any process has caught a signal."""
-    return bool(gather(caught))
-
-
 def leave(status, tracker):
     """Ends a run of several processes when all have come here, or of one that failed."""
     if tracker:
@@ -1114,8 +1115,7 @@ def leave(status, tracker):
 
 def stop_run(run_dir, script, tracker):
     """Ends a run that a signal stopped, after its checkpoint was written."""
-    processes = world_size()
-    start = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
+    start = f"torchrun --nproc-per-node {world_size()}" if world_size() > 1 else "python"
     say(f"stopped; go on with: {start} {script}.py --resume {run_dir}")
     leave(130, tracker)
 

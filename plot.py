@@ -1,7 +1,7 @@
 """Draws runs: `python plot.py runs/grpo-1 runs/grpo-2 …` writes curves.png.
 
-The picture of one run goes into its own folder. Of several, those of one script are drawn as their
-mean, shaded from the lowest to the highest: `python plot.py runs/*` compares scripts over seeds.
+The picture of one run goes into its own folder. Of several, those that differ in nothing but their
+seed are drawn as their mean, shaded from the lowest to the highest: `python plot.py runs/*`.
 """
 
 import argparse
@@ -24,6 +24,8 @@ PANELS = {
     "policy/clip_frac": "fraction of tokens clipped",
     "critic/explained_variance": "critic's explained variance",
 }
+# What runs may differ in and still be averaged.
+SAME_RUN = {"seed", "output_dir", "resume", "processes", "track"}
 
 
 def read_rows(run_dir):
@@ -37,21 +39,25 @@ def read_rows(run_dir):
     return rows
 
 
-def read_label(run_dir):
-    """The name of the script that made a run."""
-    return json.loads((Path(run_dir) / "args.json").read_text())["script"]
+def read_labels(run_dirs):
+    """The script of each run, and its flags that another run of the script has otherwise."""
+    runs = [json.loads((Path(run_dir) / "args.json").read_text()) for run_dir in run_dirs]
+    runs = [{k: v for k, v in run.items() if k not in SAME_RUN} for run in runs]
+    labels = []
+    for run in runs:
+        others = [other for other in runs if other["script"] == run["script"]]
+        own = [f"{k}={run[k]}" for k in run if any(other.get(k) != run[k] for other in others)]
+        labels.append(" ".join([run["script"], *own]))
+    return labels
 
 
 def draw(run_dirs, path):
     """Draws the metrics of `run_dirs` into the PNG at `path`."""
     groups = defaultdict(list)
-    for run_dir in run_dirs:
-        groups[read_label(run_dir)].append(read_rows(run_dir))
-    used = [
-        key
-        for key in PANELS
-        if any(row.get(key) is not None for runs in groups.values() for r in runs for row in r)
-    ]
+    for label, run_dir in zip(read_labels(run_dirs), run_dirs, strict=True):
+        groups[label].append(read_rows(run_dir))
+    rows = [row for runs in groups.values() for run in runs for row in run]
+    used = [key for key in PANELS if any(row.get(key) is not None for row in rows)]
     columns = min(3, len(used))
     lines = -(-len(used) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False)
@@ -89,15 +95,10 @@ def draw(run_dirs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, each with a metrics.jsonl")
-    parser.add_argument(
-        "--output", type=Path, help="the PNG to write (one run: in its folder; several: here)"
-    )
+    parser.add_argument("--output", type=Path, help="PNG (one run: in its folder; several: here)")
     args = parser.parse_args()
-    runs = [
-        run
-        for run in args.runs
-        if (run / "metrics.jsonl").exists() and (run / "args.json").exists()
-    ]
+    names = ("metrics.jsonl", "args.json")
+    runs = [run for run in args.runs if all((run / name).exists() for name in names)]
     if not any(read_rows(run) for run in runs):
         sys.exit(f"error: no metrics in {', '.join(map(str, args.runs))}: give folders under runs/")
     path = args.output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"

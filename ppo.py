@@ -112,7 +112,7 @@ class Args:
     track: Literal["none", "wandb", "trackio"] = "none"  # where else to send the metrics
 
 
-# The defaults of a run without --model: 112,000 parameters learn sums in a minute on two cores.
+# The defaults without --model and --dataset: 112,000 parameters learn sums in a minute on a CPU.
 TINY = {
     "model": f"{HERE}/tiny/model",
     "dataset": f"{HERE}/tiny/train.jsonl",
@@ -129,7 +129,7 @@ TINY = {
 
 def check(args):
     """Refuses what can be known to be wrong before anything is loaded."""
-    rows = common.check_flags(args) * args.group_size
+    rows = common.check_flags(args) * args.group_size  # of this process
     if rows % args.minibatches:
         fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
     if args.gamma > 1 or args.lam > 1:
@@ -232,7 +232,7 @@ def loss_weights(mask, how, max_tokens):
         "sequence-sum": sequences,
         "sequence-mean": sequences * length,
         "token-mean": tokens,
-        "constant": sequences * max_tokens,
+        "constant": sequences * max_tokens,  # Dr. GRPO's
     }
     return mask / divisors[how]
 
@@ -242,7 +242,7 @@ def objective(model, batch, args, autocast, totals, kl_penalty):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In the only update of a batch the policy is still the old one, and no pass is paid to see it.
+    # In a batch's only update the policy is the old one: a ratio of 1, but not a gradient of 0.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     given = (logprobs, old_logprobs, batch["advantages"], mask)
@@ -333,7 +333,7 @@ class VLLMEngine:
 
     def generate(self, prompts, samples, temperature, max_tokens, seed):
         params = {"n": samples, "temperature": temperature, "max_tokens": max_tokens}
-        # A prompt's samples take the seeds from its own on.
+        # vLLM gives a prompt's k-th sample the prompt's seed + k.
         params = [self.params(seed=seed + i * samples, **params) for i in range(len(prompts))]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
@@ -345,7 +345,7 @@ class VLLMEngine:
     def sleep(self):
         """Leaves the GPU's memory to the update, until the next sync."""
         if self.sleeps:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2)  # 2: without a copy of the weights, for sync brings new ones
 
 
 def evaluate(engine, model, tokenizer, problems, args, scorer):
@@ -376,12 +376,12 @@ def main(args):
     ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
     adamw = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type == "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, **adamw)
-    torch.manual_seed(args.seed)  # of the critic's head, the same in all processes
-    kind, name = (
-        AutoModelForTokenClassification,
-        args.value_model or args.reward_model or args.model,
-    )
-    critic = common.load_model(kind, name, device, args.gradient_checkpointing, num_labels=1)
+    torch.manual_seed(args.seed)  # of a head that a value model lacks
+    kind, name = AutoModelForTokenClassification, args.value_model or args.reward_model
+    options = {"gradient_checkpointing": args.gradient_checkpointing, "num_labels": 1}
+    critic = common.load_model(kind, name or args.model, device, **options)
+    for weight in list(critic.children())[-1].parameters() if not name else []:
+        torch.nn.init.zeros_(weight)  # a policy has no such head: V = 0 at first, and not noise
     value_optimizer = torch.optim.AdamW(critic.parameters(), args.value_learning_rate, **adamw)
     trained = {"policy": (model, optimizer), "critic": (critic, value_optimizer)}
     scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
@@ -412,30 +412,29 @@ def main(args):
 
         # 1. Generate: this process's prompts, with this step's weights.
         problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
-        problems = common.share(problems)
-        prompts, limit = [problem["ids"] for problem in problems], args.max_completion_tokens
-        seed = common.seed_of(args.seed, step, common.rank())
+        problems = [problem for problem in common.share(problems) for _ in range(args.group_size)]
+        prompts = [problem["ids"] for problem in problems[:: args.group_size]]
+        limit, seed = args.max_completion_tokens, common.seed_of(args.seed, step, common.rank())
         engine.sync(common.full_weights(model))
         rollouts = engine.generate(prompts, args.group_size, args.temperature, limit, seed)
         engine.sleep()
         clock.append(time.perf_counter())
 
         # 2. Score: the group of prompt p is the rows from p * group_size on.
-        problems = [problem for problem in problems for _ in range(args.group_size)]
         batch = common.make_batch(problems, *rollouts, tokenizer.pad_token_id)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts[0]]
         rewards = common.score(problems, texts, scorer)
         clock.append(time.perf_counter())
 
         # 3. Advantages. The KL is a part of the reward, and k1 its unbiased estimate.
-        mask, everyone, kl, metrics = batch["mask"], range(len(rewards)), torch.zeros(()), {}
+        mask, kl, metrics = batch["mask"], torch.zeros(()), {}
         updates, penalised = args.minibatches * args.update_epochs, args.objective == "kl-penalty"
         if ref_model:
             kl, metrics = common.batch_kl(model, ref_model, batch, args, autocast)
         elif updates > 1 or penalised:
-            batch["old_logprobs"] = common.batch_logprobs(model, batch, everyone, args, autocast)
+            batch["old_logprobs"] = common.batch_logprobs(model, batch, args, autocast)
         budget, values = args.tokens_per_micro_batch, partial(token_values, critic, autocast)
-        batch["old_values"] = common.score_batch(batch, everyone, budget, device, values)
+        batch["old_values"] = common.score_batch(batch, budget, device, values)
         shaped = shaped_rewards(torch.tensor(rewards), kl, mask, args.beta)
         values = batch["old_values"]
         advantages, batch["returns"] = gae(shaped, values, mask, args.gamma, args.lam)
@@ -451,7 +450,7 @@ def main(args):
         explained = explained_variance(batch["old_values"][mask], batch["returns"][mask])
         metrics["critic/explained_variance"] = explained
         if penalised and not alone:
-            logprobs = common.batch_logprobs(model, batch, everyone, args, autocast)
+            logprobs = common.batch_logprobs(model, batch, args, autocast)
             kl = common.kl_estimate(batch["old_logprobs"], logprobs, "k3")  # sampled from the old
             kl = metrics["kl/old_new"] = common.global_mean(kl[mask])
             numbers["kl_penalty"] = update_beta(numbers["kl_penalty"], kl, args.kl_target)
@@ -459,9 +458,9 @@ def main(args):
 
         # 5. Log, evaluate, save. The next step begins by synchronising the engine.
         common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
-        row = {"step": step, **metrics, **common.time_metrics(clock, rollouts[0])}
-        row |= common.rollout_metrics(rewards, rollouts[0], stop_ids, args.group_size)
-        stop = step < args.steps and common.any_process(stopped)
+        given = (clock, rewards, rollouts[0], stop_ids, args.group_size)
+        row = {"step": step, **metrics, **common.rollout_metrics(*given)}
+        stop = step < args.steps and common.gather(stopped)  # the last step ends by itself
         if step % args.eval_every == 0 or step == args.steps:
             row["eval/accuracy"] = evaluate(*evaluation)
         common.log_step(run_dir, row, args.steps, tracker)

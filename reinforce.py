@@ -98,7 +98,7 @@ class Args:
     track: Literal["none", "wandb", "trackio"] = "none"  # where else to send the metrics
 
 
-# The defaults of a run without --model: 112,000 parameters learn sums in a minute on two cores.
+# The defaults without --model and --dataset: 112,000 parameters learn sums in a minute on a CPU.
 TINY = {
     "model": f"{HERE}/tiny/model",
     "dataset": f"{HERE}/tiny/train.jsonl",
@@ -170,7 +170,7 @@ def loss_weights(mask, how, max_tokens):
         "sequence-sum": sequences,
         "sequence-mean": sequences * length,
         "token-mean": tokens,
-        "constant": sequences * max_tokens,
+        "constant": sequences * max_tokens,  # Dr. GRPO's
     }
     return mask / divisors[how]
 
@@ -180,7 +180,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In the only update of a batch the policy is still the old one, and no pass is paid to see it.
+    # In a batch's only update the policy is the old one: a ratio of 1, but not a gradient of 0.
     old_logprobs = logprobs.detach()
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     losses = policy_loss(logprobs, batch["advantages"])
@@ -196,8 +196,8 @@ def update(model, optimizer, batch, rows, args, autocast, totals):
     mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
     batch["weights"] = torch.zeros(mask.shape)
     batch["weights"][rows] = loss_weights(mask[rows], how, limit)
-    rows = rows[batch["trained"][rows, 0]].tolist()
-    for _, part in common.micro_batches(batch, rows, args.tokens_per_micro_batch, model.device):
+    trained = rows[batch["trained"][rows, 0]].tolist()  # the others count in the weights alone
+    for _, part in common.micro_batches(batch, trained, args.tokens_per_micro_batch, model.device):
         objective(model, part, args, autocast, totals).backward()
     totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
     optimizer.step()
@@ -244,7 +244,7 @@ class VLLMEngine:
 
     def generate(self, prompts, samples, temperature, max_tokens, seed):
         params = {"n": samples, "temperature": temperature, "max_tokens": max_tokens}
-        # A prompt's samples take the seeds from its own on.
+        # vLLM gives a prompt's k-th sample the prompt's seed + k.
         params = [self.params(seed=seed + i * samples, **params) for i in range(len(prompts))]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
@@ -256,7 +256,7 @@ class VLLMEngine:
     def sleep(self):
         """Leaves the GPU's memory to the update, until the next sync."""
         if self.sleeps:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2)  # 2: without a copy of the weights, for sync brings new ones
 
 
 def evaluate(engine, model, tokenizer, problems, args, scorer):
@@ -313,16 +313,15 @@ def main(args):
 
         # 1. Generate: this process's prompts, with this step's weights.
         problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
-        problems = common.share(problems)
-        prompts, limit = [problem["ids"] for problem in problems], args.max_completion_tokens
-        seed = common.seed_of(args.seed, step, common.rank())
+        problems = [problem for problem in common.share(problems) for _ in range(args.group_size)]
+        prompts = [problem["ids"] for problem in problems[:: args.group_size]]
+        limit, seed = args.max_completion_tokens, common.seed_of(args.seed, step, common.rank())
         engine.sync(common.full_weights(model))
         rollouts = engine.generate(prompts, args.group_size, args.temperature, limit, seed)
         engine.sleep()
         clock.append(time.perf_counter())
 
         # 2. Score: the group of prompt p is the rows from p * group_size on.
-        problems = [problem for problem in problems for _ in range(args.group_size)]
         batch = common.make_batch(problems, *rollouts, tokenizer.pad_token_id)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts[0]]
         rewards = common.score(problems, texts, scorer)
@@ -350,9 +349,9 @@ def main(args):
 
         # 5. Log, evaluate, save. The next step begins by synchronising the engine.
         common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
-        row = {"step": step, **metrics, **common.time_metrics(clock, rollouts[0])}
-        row |= common.rollout_metrics(rewards, rollouts[0], stop_ids, args.group_size)
-        stop = step < args.steps and common.any_process(stopped)
+        given = (clock, rewards, rollouts[0], stop_ids, args.group_size)
+        row = {"step": step, **metrics, **common.rollout_metrics(*given)}
+        stop = step < args.steps and common.gather(stopped)  # the last step ends by itself
         if step % args.eval_every == 0 or step == args.steps:
             row["eval/accuracy"] = evaluate(*evaluation)
         common.log_step(run_dir, row, args.steps, tracker)

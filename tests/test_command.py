@@ -324,9 +324,8 @@ def test_k1_in_the_loss(script):
     [
         (None, "No such file"),
         ("", "data.jsonl"),
-        ('{"prompt": "1+1=?", "answer": "2"}\n', "data.jsonl"),  # none is left to train on
+        ('{"prompt": "1+1=?", "answer": "2"}\n', "--dataset"),  # none is left to train on
         ('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", \n', "data.jsonl line 2"),
-        ('{"prompt": "1+1=?", "answer": "2"}\n\n{"prompt": "1", "answer": "2"}\n', "line 2"),
         ("[1, 2]\n", "data.jsonl line 1"),
         ('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?"}\n', "--answer-field"),
         ('{"promt": "1+1=?", "answer": "2"}\n', "--prompt-field"),
@@ -388,6 +387,15 @@ def test_weights_that_were_cut_off(script, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     flags = ["--model", tmp_path / "model", "--dataset", TINY / "train.jsonl"]
     assert "--model" in fails(script, *flags, before_the_model=False)
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    shutil.copytree(TINY / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    flags = ["--model", tmp_path / "model", "--dataset", TINY / "train.jsonl"]
+    result = run_script("grpo", *flags, "--output-dir", tmp_path / "run")
+    assert result.returncode == 1 and result.stderr.startswith("error: --model")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -582,7 +582,7 @@ GOOD = {"prompt": "p", "answer": "a"}
     "lines, message",
     [
         ([GOOD, '{"prompt": "p", "ans'], "line 2 is not JSON"),
-        ([GOOD, "", GOOD], "line 2 is not JSON"),
+        ([GOOD, "", "{"], "line 3 is not JSON"),  # an empty line is none, but is counted
         ([GOOD, GOOD, "[1, 2]"], "line 3 is not a JSON object"),
         ([GOOD, {"text": "p", "answer": "a"}], r"line 2 .*'answer', 'text'.*--prompt-field"),
         ([GOOD, {"prompt": "p", "label": "a"}], r"line 2 .*'label', 'prompt'.*--answer-field"),
@@ -750,12 +750,16 @@ def test_reward_model_that_is_not_there_ends_the_run_in_one_line(tmp_path):
 
 def test_rollout_metrics():
     # Two groups of two: one uniform. Ended: all but [5, 5].
-    metrics = common.rollout_metrics([1.0, 1.0, 0.0, 1.0], [[2], [5, 2], [5, 5], [7]], {2, 7}, 2)
+    rollouts = [1.0, 1.0, 0.0, 1.0], [[2], [5, 2], [5, 5], [7]], {2, 7}, 2
+    metrics = common.rollout_metrics([10.0, 12.0, 12.5, 14.0], *rollouts)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx(math.sqrt(3 / 16))
     assert metrics["reward/uniform_groups"] == 0.5
     assert metrics["generation/length"] == 1.5
     assert metrics["generation/truncated"] == 0.25
+    seconds = [metrics[f"time/{phase}"] for phase in ("generate", "score", "update", "step")]
+    assert seconds == [2.0, 0.5, 1.5, 4.0]
+    assert metrics["throughput/tokens_per_second"] == 6 / 4
 
 
 # --------------------------------------- Micro-batches ---------------------------------------
@@ -804,14 +808,17 @@ def test_a_process_with_fewer_parts_gets_empty_ones(monkeypatch, rows):
     assert batch["mask"].any(1).all()
 
 
-def test_batch_logprobs_are_those_of_the_rows_asked_for(tiny_model):
+def test_batch_logprobs_are_those_of_the_rows_to_be_trained(tiny_model):
     batch = random_batch(5)
     args = SimpleNamespace(tokens_per_micro_batch=30, temperature=0.7)
     autocast = torch.autocast("cpu", enabled=False)
-    logprobs = common.batch_logprobs(tiny_model, batch, [4, 1, 2], args, autocast)
+    everyone = common.batch_logprobs(tiny_model, batch, args, autocast)
+    batch["trained"] = torch.tensor([[False], [True], [True], [False], [True]])
+    logprobs = common.batch_logprobs(tiny_model, batch, args, autocast)
     expected, _ = naive(tiny_model, batch["input_ids"], batch["mask"], 0.7)
     torch.testing.assert_close(logprobs[[1, 2, 4]], expected[[1, 2, 4]], atol=1e-5, rtol=1e-5)
     assert not logprobs[[0, 3]].any() and not logprobs.requires_grad
+    torch.testing.assert_close(everyone, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_minibatches_have_every_row_once_an_epoch_in_another_order():

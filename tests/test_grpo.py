@@ -349,11 +349,10 @@ def run_update(model, batch, optimizer=None, ref_model=None, **flags):
     optimizer, args = optimizer or Recorder(model), make_args(**flags)
     autocast, totals = common.precision("float32", CPU)[1], common.Totals()
     batch["trained"] = (batch["advantages"] != 0) | (args.beta > 0)
-    rows = batch["trained"][:, 0].nonzero()[:, 0].tolist()
     if args.minibatches * args.update_epochs > 1:
-        batch["old_logprobs"] = common.batch_logprobs(model, batch, rows, args, autocast)
+        batch["old_logprobs"] = common.batch_logprobs(model, batch, args, autocast)
     if ref_model:
-        batch["ref_logprobs"] = common.batch_logprobs(ref_model, batch, rows, args, autocast)
+        batch["ref_logprobs"] = common.batch_logprobs(ref_model, batch, args, autocast)
     for rows in common.minibatches(len(batch["mask"]), args.minibatches, args.update_epochs, 0):
         grpo.update(model, optimizer, batch, rows, args, autocast, totals)
     return totals.metrics(), optimizer.gradients[0] if isinstance(optimizer, Recorder) else None

@@ -217,7 +217,10 @@ def test_a_finished_run_says_so(name, halves):
     before = weights(halves)
     with pytest.raises(SystemExit, match="has done all of its 6 steps"):
         run(name, "--resume", halves)
-    assert weights(halves) == before
+    saved = (halves / "args.json").read_text()
+    with pytest.raises(SystemExit, match="has done all of its 6 steps"):
+        run(name, "--resume", halves, "--steps", 5)
+    assert weights(halves) == before and (halves / "args.json").read_text() == saved
 
 
 def test_no_checkpoint_is_an_error(name, halves, tmp_path):
@@ -228,7 +231,7 @@ def test_no_checkpoint_is_an_error(name, halves, tmp_path):
 
 
 def test_no_run_is_an_error(name, tmp_path):
-    with pytest.raises(SystemExit, match="^error: --resume: .*nowhere"):
+    with pytest.raises(SystemExit, match="^error: --resume .*nowhere is not the folder of a run"):
         parse(name, "--resume", tmp_path / "nowhere")
 
 

@@ -195,31 +195,21 @@ def test_command_learns_with_vllm(tmp_path):
     assert max(row["engine/mismatch"] for row in rows[1:]) < CLOSE
 
 
-def test_stale_weights_stop_the_run(tmp_path):
-    extra = """
-def once(engine, weights, sync=VLLMEngine.sync):
-    if not hasattr(engine, "synced"):
-        engine.synced = True
-        sync(engine, weights)
+def test_stale_weights_stop_the_run(engine, tmp_path, monkeypatch):
+    synced, sync = [], engine.sync
 
+    def once(weights):
+        if not synced:
+            synced.append(True)
+            sync(weights)
 
-VLLMEngine.sync = once
-
-
-"""
-    text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    end = 'if __name__ == "__main__":\n'
-    assert text.count(end) == 1
-    (tmp_path / "grpo.py").write_text(text.replace(end, extra + end), encoding="utf-8")
-    shutil.copy(ROOT / "common.py", tmp_path)
-    (tmp_path / "tiny").symlink_to(TINY)
-    flags = [*SMALL.split(), "--rollout-engine", "vllm", "--learning-rate", 1e-3]
-    flags += ["--mismatch-limit", 0.01, "--steps", 8, "--output-dir", "run"]
-    result = run_script("grpo", *flags, cwd=tmp_path)
-    assert result.returncode == 1
-    line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("error: engine and trainer differ by") and "weights" in line
-    assert "Traceback" not in result.stderr
+    monkeypatch.setattr(engine, "sync", once)
+    monkeypatch.setattr(grpo, "VLLMEngine", lambda *inputs: engine)
+    monkeypatch.setattr(common.signal, "signal", lambda *inputs: None)
+    given = {"rollout_engine": "vllm", "learning_rate": 1e-3, "mismatch_limit": 0.01, "steps": 8}
+    given |= {"prompts_per_step": 4, "eval_problems": 8, "output_dir": str(tmp_path / "run")}
+    with pytest.raises(SystemExit, match="^error: engine and trainer differ by .*weights"):
+        grpo.main(grpo.Args(**{**grpo.TINY, **given}))
     # The engine's weights are right in the first step, so it is later ones that stop it.
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) > 1 and rows[1]["engine/mismatch"] < CLOSE
