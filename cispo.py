@@ -201,7 +201,7 @@ def objective(model, batch, args, autocast, totals):
     clip = (args.clip_eps_low, args.clip_eps_high)
     losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
     metrics["policy/clip_frac"] = clipped
-    if cap := args.mismatch_cap:
+    if cap := args.mismatch_cap:  # not the algorithm's: the engine's arithmetic is another
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     if args.beta:
         kl = common.kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)

@@ -183,7 +183,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=3e-4, cli
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
     loss = -torch.min(unclipped, clipped)
-    return torch.where(mask, loss, 0.0), mask & (clipped < unclipped)
+    return torch.where(mask, loss, 0.0), mask & (clipped < unclipped)  # min took a constant there
 
 
 def loss_weights(mask, how, max_tokens):
@@ -215,7 +215,7 @@ def objective(model, batch, args, autocast, totals):
     clip = (args.clip_eps_low, args.clip_eps_high)
     losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
     metrics["policy/clip_frac"] = clipped
-    if cap := args.mismatch_cap:
+    if cap := args.mismatch_cap:  # not the algorithm's: the engine's arithmetic is another
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     if args.beta:
         kl = common.kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)

@@ -216,7 +216,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=0.2, clip
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
     loss = -torch.min(unclipped, clipped)
-    return torch.where(mask, loss, 0.0), mask & (clipped < unclipped)
+    return torch.where(mask, loss, 0.0), mask & (clipped < unclipped)  # min took a constant there
 
 
 def loss_weights(mask, how, max_tokens):
@@ -251,7 +251,7 @@ def objective(model, batch, args, autocast, totals, kl_penalty):
         metrics["policy/clip_frac"] = clipped
     else:
         losses = penalty_loss(*given, kl_penalty)
-    if cap := args.mismatch_cap:
+    if cap := args.mismatch_cap:  # not the algorithm's: the engine's arithmetic is another
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     losses = losses - args.entropy_coef * entropy
     loss = (losses * batch["weights"]).sum()

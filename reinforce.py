@@ -184,7 +184,7 @@ def objective(model, batch, args, autocast, totals):
     old_logprobs = logprobs.detach()
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     losses = policy_loss(logprobs, batch["advantages"])
-    if cap := args.mismatch_cap:
+    if cap := args.mismatch_cap:  # not the algorithm's: the engine's arithmetic is another
         losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
     loss = (losses * batch["weights"]).sum()
     totals.count(mask, loss, metrics)

@@ -75,7 +75,8 @@ def fit_critic(folder, engine, problems, args, steps):
 
 
 def measure(folder, draws, critic_steps):
-    """(mean reward, best constant, {baseline: gradients (draws, parameters)}) of a policy."""
+    """(mean reward, best constant, the critic's explained variance, {baseline: gradients (draws,
+    parameters)}) of the policy in a folder."""
     args = reinforce.Args(**{**reinforce.TINY, "model": str(folder), "group_size": 16})
     tokenizer = common.load_tokenizer(folder)
     problems = reinforce.load_problems(args)[0]
@@ -86,13 +87,15 @@ def measure(folder, draws, critic_steps):
     engine.tokenizer = tokenizer
     fixed, others = problems[: args.prompts_per_step], problems[args.prompts_per_step :]
     critic = fit_critic(folder, engine, others, args, critic_steps)
-    gradients, mean_reward = {}, 0.0
+    gradients, mean_reward, seen = {}, 0.0, []
     for draw in range(draws):
         batch, rewards = sample(engine, fixed, args, common.seed_of("draw", draw))
         mean_reward += rewards.mean().item() / draws
         ids, mask = batch["input_ids"], batch["mask"]
         with torch.no_grad():
             values = ppo.token_values(critic, AUTOCAST, batch)
+        returns = reinforce.returns_to_go(common.at_last_token(rewards, mask))
+        seen.append((values[mask], returns[mask]))
         logprobs, _ = common.token_logprobs(model, ids, mask, args.temperature)
         weights = reinforce.loss_weights(mask, "sequence-sum", args.max_completion_tokens)
         for name, advantages in advantages_of(rewards, mask, values, args.group_size).items():
@@ -105,7 +108,8 @@ def measure(folder, draws, critic_steps):
     best = ((none - none.mean(0)) * score).sum() / score.square().sum()
     gradients["best constant"] = none - best * ones
     gradients["none, each reward + 1"] = none + ones  # the others stay as they are
-    return mean_reward, best.item(), gradients
+    explained = ppo.explained_variance(*map(torch.cat, zip(*seen, strict=True)))
+    return mean_reward, best.item(), explained, gradients
 
 
 def spread(gradients):
@@ -133,19 +137,21 @@ def main():
             columns.append((*numbers, {name: spread(rows) for name, rows in gradients.items()}))
             print(columns[-1], flush=True)
     titles = "".join(
-        f" mean reward {reward:.2f}, best constant {best:.2f}: variance | of none | length of E g |"
-        for reward, best, _ in columns
+        f" mean reward {reward:.2f}: variance | of none | length of E g |" for reward, *_ in columns
     )
     lines = [f"| baseline |{titles}", "|---" * (1 + 3 * len(columns)) + "|"]
-    for name in columns[0][2]:
+    for name in columns[0][-1]:
         cells = ""
-        for _, _, spreads in columns:
+        for *_, spreads in columns:
             variance, error, signal = spreads[name]
             share, length = variance / spreads["none"][0], max(0, signal) ** 0.5
             cells += f" {variance:.2f} ± {error:.2f} | {share:.0%} | {length:.2f} |"
         lines.append(f"| {name} |{cells}")
     text = f"{args.draws} gradients of 16 prompts x 16 samples. {time.strftime('%Y-%m-%d')}.\n\n"
-    text += "\n".join(lines) + "\n"
+    text += "\n".join(lines) + "\n\n"
+    best, explained = ([f"{column[i]:.2f}" for column in columns] for i in (1, 2))
+    text += f"The best constants are {' and '.join(best)}; the critic's explained variance is "
+    text += f"{' and '.join(explained)}.\n"
     args.output.write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,11 +1,12 @@
-"""The README's memory table is the formula's, and the formula holds for a model that fits here."""
+"""The README's memory table is the formula's, which holds for a model that fits here; the table of
+variances is of the advantages it names."""
 
 import pytest
 import torch
 from conftest import ROOT
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import memory
+from benchmarks import memory, variance
 
 
 def test_the_memory_table_is_the_formulas():
@@ -39,3 +40,24 @@ def test_the_formula_is_what_autograd_saves(hidden, intermediate, layers):
     parts = memory.parts(config, 1, tokens=input_ids.numel())
     # The rest: rotary tables, the norms' one number a token, and the last norm.
     assert measured == pytest.approx(parts["activations"] + parts["casts"], rel=0.1)
+
+
+def test_the_variance_is_that_of_the_draws():
+    # (1, 0) and (3, 0): their mean is (2, 0), the sample variance 2; 2^2 - 2/2 = 3 without bias.
+    found = variance.spread(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    assert found == pytest.approx((2.0, 0.0, 3.0))
+
+
+def test_the_baselines_are_those_of_the_scripts():
+    # Two prompts with two samples each, of 2, 1, 2 and 1 tokens; the critic says 1/4 everywhere.
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]]).bool()
+    rewards, values = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.full((4, 2), 0.25) * mask
+    found = variance.advantages_of(rewards, mask, values, group_size=2)
+    expected = {
+        "none": [[1, 1], [0, 0], [0, 0], [0, 0]],
+        "batch mean": [[0.75, 0.75], [-0.25, 0], [-0.25, -0.25], [-0.25, 0]],  # less 1/4
+        "leave-one-out": [[1, 1], [-1, 0], [0, 0], [0, 0]],  # less the other's reward
+        "learned (critic)": [[0.75, 0.75], [-0.25, 0], [-0.25, -0.25], [-0.25, 0]],  # less V
+        "1": [[1, 1], [1, 0], [1, 1], [1, 0]],
+    }
+    assert {name: rows.tolist() for name, rows in found.items()} == expected

@@ -49,3 +49,7 @@ def test_the_flags_of_a_command_exist(command):
 def test_ci_finds_the_one_command_that_tests():
     assert len(re.findall(r"^ .*-m pytest$", README, re.MULTILINE)) == 1
     assert len(re.findall(r"-m pytest", README)) == 1
+
+
+def test_the_table_of_variances_is_the_measured_one():
+    assert (ROOT / "results" / "variance.md").read_text(encoding="utf-8").strip() in README

@@ -13,7 +13,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, read_jsonl, run_script
+from conftest import TINY, read_jsonl, run_script
 
 import common
 import grpo
