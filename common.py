@@ -272,7 +272,8 @@ def score(problems, completions, reward):
             line = traceback.extract_tb(error.__traceback__)[-1]
             at = f"{Path(line.filename).name} line {line.lineno}"
             fail(f"reward raised {type(error).__name__} at {at}: {error}; {given}")
-        if not hasattr(value, "__float__") or not math.isfinite(value):
+        is_number = hasattr(value, "__float__") and not getattr(value, "shape", ())
+        if not is_number or not math.isfinite(value):
             fail(f"the reward is {value!r}, not a finite number; {given}")
         rewards.append(float(value))
     return rewards
