@@ -57,6 +57,8 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 HARMLESS = {"output_dir", "resume", "steps", "gpu_memory_utilization", "tokens_per_micro_batch"}
 HARMLESS |= {"gradient_checkpointing", "eval_every", "save_every", "sample_every", "track"}
 
+FILES = (".jsonl", ".json")  # a data set with another name is the hub's
+
 # What a library raises for an input of the user's that it cannot use.
 REFUSALS = (ValueError, OSError, RuntimeError, CheckpointException, SafetensorError, TemplateError)
 
@@ -111,8 +113,8 @@ def parse_args(Args, tiny, description):
         path = Path(values["resume"]) / "args.json"
         if not path.is_file():
             fail(f"--resume {values['resume']} is not the folder of a run: {path} is not there")
-        saved = attempt("--resume", path.read_text, encoding="utf-8")
-        saved = {**vars(Args()), **attempt(f"--resume: {path}", json.loads, saved)}
+        saved = attempt(f"--resume: {path}", lambda: json.loads(path.read_text(encoding="utf-8")))
+        saved = {**vars(Args()), **saved}
         if (script := Path(sys.argv[0]).stem) != saved.pop("script", None):
             fail(f"--resume {values['resume']} is not a run of {script}.py")
         now, then = int(os.environ.get("WORLD_SIZE", 1)), saved.pop("processes", None)
@@ -144,7 +146,7 @@ def check_flags(args):
         if folder.startswith(("/", ".", "~")) or Path(folder).is_dir() and folder:
             if not (Path(folder) / "config.json").is_file():
                 what = "is not a folder with a model" if Path(folder).exists() else "is not there"
-                fail(f"--{name.replace('_', '-')} {folder} {what}")
+                fail(f"--{name.replace('_', '-')} {folder} {what}: give a folder or a hub name")
     if args.gpu_memory_utilization > 1:
         fail("--gpu-memory-utilization is a share of the memory, at most 1")
     if "{prompt}" not in args.prompt_template:
@@ -157,18 +159,13 @@ def check_flags(args):
 
 
 # ------------------------------------- Problems and text ------------------------------------
-def is_file(dataset):
-    """Whether a data set is a file here, and not one of the hub's."""
-    return dataset.endswith((".jsonl", ".json"))
-
-
 def read_rows(name, config, split):
     """Rows of a .jsonl file or of a hub data set's split: a list of (where it stands, the object).
 
     config "" is the configuration `main`, or the only one. Raises ValueError, with one line that
     says what is wrong and where.
     """
-    if not is_file(name):
+    if not name.endswith(FILES):
         import datasets
 
         try:
@@ -200,12 +197,6 @@ def read_rows(name, config, split):
     return rows
 
 
-def is_chat(prompt):
-    """Whether a prompt is a list of chat messages, dicts with a role and a content."""
-    messages = prompt if isinstance(prompt, list) and prompt else [None]
-    return all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
-
-
 def read_problems(name, args, split):
     """[{"prompt": text or chat messages, "answer": text}] of a .jsonl file or hub data set.
 
@@ -221,7 +212,9 @@ def read_problems(name, args, split):
             note = " (any, if your reward needs none)" if field else ""
             raise ValueError(f"{where} has the fields {sorted(row)}: choose one with {flag}{note}")
         prompt = row[field]
-        if not isinstance(prompt, str) and not is_chat(prompt):
+        messages = prompt if isinstance(prompt, list) and prompt else [None]
+        is_chat = all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
+        if not isinstance(prompt, str) and not is_chat:
             what = "neither text nor chat messages"
             raise ValueError(f"{where}: the prompt is {what}, but {str(prompt)[:80]}")
         if isinstance(prompt, str):
@@ -430,9 +423,8 @@ def _token_logprobs(model, input_ids, mask, temperature, chunk_size):
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     hidden, targets = hidden[mask], input_ids[:, 1:][mask]
     head = model.get_output_embeddings()
-    values = _Head.apply(
-        hidden, head.weight, getattr(head, "bias", None), targets, temperature, chunk_size, model
-    )
+    weight, bias = head.weight, getattr(head, "bias", None)
+    values = _Head.apply(hidden, weight, bias, targets, temperature, chunk_size, model)
     empty = torch.zeros(mask.shape, device=mask.device)
     return tuple(empty.masked_scatter(mask, value) for value in values)
 
@@ -695,15 +687,14 @@ def load_model(kind, name, device, gradient_checkpointing=False, **options):
 
     Dropout would make the ratio of an unchanged policy differ from 1.
     """
-    config = attempt(f"--model {name}", AutoConfig.from_pretrained, name, **options)
+    load = partial(attempt, f"--model {name}")
+    config = load(AutoConfig.from_pretrained, name, **options)
     for key, value in config.to_dict().items():
         if ("drop" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
-    model = attempt(
-        f"--model {name}", kind.from_pretrained, name, config=config, dtype=torch.float32
-    )
+    model = load(kind.from_pretrained, name, config=config, dtype=torch.float32)
     if model.get_output_embeddings() is not None:
-        attempt("--model", check_logits, model)
+        load(check_logits, model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # a critic's is not in the configuration
             module.p = 0.0
@@ -886,7 +877,8 @@ def open_run(args, script):
             # A run that was killed before its first row has left these alone.
             found = {path.name for path in attempt("--output-dir", list, run_dir.glob("*"))}
             if run_dir.is_file() or found - {"args.json", "checkpoints"}:
-                fail(f"{run_dir} is in use: choose another --output-dir, or --resume {run_dir}")
+                what = f", or --resume {run_dir}" if "args.json" in found else ""
+                fail(f"{run_dir} is not an empty folder: choose another --output-dir{what}")
         if not args.resume:  # a run that is refused leaves no folder
             metrics = run_dir / "metrics.jsonl"
             atexit.register(lambda: metrics.exists() or shutil.rmtree(run_dir, ignore_errors=True))
@@ -920,7 +912,6 @@ def save_checkpoint(run_dir, step, numbers=None, **trained):
     """Writes checkpoints/step-<step> and keeps the last two.
 
     trained: name=(model, optimizer). numbers: a dict of floats that belong to the state.
-
     What is half-written has another name, so a checkpoint is complete or not there. fail() where
     the disk refuses.
     """
@@ -930,13 +921,9 @@ def save_checkpoint(run_dir, step, numbers=None, **trained):
         shutil.rmtree(aside, ignore_errors=True)
     gather([])  # nobody writes before that is gone
     state = {name: list(get_state_dict(*pair)) for name, pair in trained.items()}
-    attempt(
-        f"cannot save step {step}, the checkpoint before it is still good",
-        dcp.save,
-        {**state, "numbers": numbers or {}},
-        checkpoint_id=aside,  # written and fsynced
-        no_dist=world_size() == 1,
-    )
+    state["numbers"] = numbers or {}
+    save = partial(attempt, f"cannot save step {step}, the checkpoint before it is still good")
+    save(dcp.save, state, checkpoint_id=aside, no_dist=world_size() == 1)  # written and fsynced
     if rank() == 0:
         os.rename(aside, path)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -1071,6 +1058,7 @@ def log_step(run_dir, row, steps, tracker):
         tracker.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
     names = {
         "reward/mean": "reward {:.3f}",
+        "reward/uniform_groups": "uniform {:.2f}",
         "generation/length": "length {:.1f}",
         "policy/entropy": "entropy {:.3f}",
         "policy/clip_frac": "clipped {:.3f}",

@@ -99,6 +99,8 @@ def main():
     args = parser.parse_args()
     names = ("metrics.jsonl", "args.json")
     runs = [run for run in args.runs if all((run / name).exists() for name in names)]
+    for run in set(args.runs) - set(runs):
+        print(f"left out, for it is not the folder of a run: {run}", file=sys.stderr)
     if not any(read_rows(run) for run in runs):
         sys.exit(f"error: no metrics in {', '.join(map(str, args.runs))}: give folders under runs/")
     path = args.output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"

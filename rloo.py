@@ -48,16 +48,16 @@ class Args:
     dataset: str = "openai/gsm8k"  # problems to train on: a .jsonl file or a hub name
     dataset_config: str = ""  # the hub data set's configuration ("": main, or the only one)
     split: str = "train"  # the hub data set's split to train on
-    prompt_field: str = ""  # name of the field ("": the first of prompt, question, problem)
-    answer_field: str = "answer"  # name of the field with the right answer, handed to `reward`
+    prompt_field: str = ""  # name of the prompt's field ("": prompt, question or problem)
+    answer_field: str = "answer"  # name of the right answer's field, handed to `reward`
     prompt_template: str = "{prompt}"  # text around a text prompt, which replaces {prompt}
     eval_dataset: str = ""  # held-out problems: a .jsonl file or a hub name ("": as --eval-split)
-    eval_split: str = "test"  # hub split held out ("" or a file: the last tenth of --dataset)
+    eval_split: str = "test"  # hub split held out (of a file: its last tenth)
     eval_problems: int = 200  # held-out problems scored at each evaluation, at most
     reward_model: str = ""  # folder or hub name of a one-label classifier to use as the reward
     output_dir: str = ""  # the run's folder, new or empty ("": runs/<script>-<time>)
-    resume: str = ""  # folder of a stopped run to go on with; its flags are kept
-    seed: int = 0  # of the order of the problems and of the samples
+    resume: str = ""  # folder of a stopped run to go on with; its flags hold
+    seed: int = 0  # decides the order of the problems, and the samples
 
     # rollouts
     steps: int = 200  # batches of rollouts to train on
@@ -65,7 +65,7 @@ class Args:
     group_size: int = 16  # completions sampled for each prompt
     max_prompt_tokens: int = 512  # longest prompt, chat template included; a longer one is an error
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
-    temperature: float = 1.0  # of the samples and of the log-probs they are trained with
+    temperature: float = 1.0  # divides the logits, in sampling and in the update
 
     # algorithm
     beta: float = 0.0  # weight of KL(policy || initial model) in the reward (0: no reference model)
@@ -93,7 +93,7 @@ class Args:
     track: Literal["none", "wandb", "trackio"] = "none"  # where else to send the metrics
 
 
-# The defaults without --model and --dataset: 112,000 parameters learn sums in a minute on a CPU.
+# Without --model and --dataset: 112,000 parameters learn sums in half a minute on two cores.
 TINY = {
     "model": f"{HERE}/tiny/model",
     "dataset": f"{HERE}/tiny/train.jsonl",
@@ -116,7 +116,7 @@ def check(args):
 def load_problems(args):
     """(training, held-out) problems, lists of {"prompt": text or chat messages, "answer": text}."""
     problems = common.read_problems(args.dataset, args, args.split)
-    if args.eval_dataset or (args.eval_split and not common.is_file(args.dataset)):
+    if args.eval_dataset or (args.eval_split and not args.dataset.endswith(common.FILES)):
         name = args.eval_dataset or args.dataset
         return problems, common.read_problems(name, args, args.eval_split)[: args.eval_problems]
     return common.hold_out(problems, args.eval_problems)
@@ -174,7 +174,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the old one: a ratio of 1, but not a gradient of 0.
+    # In a batch's only update the policy is the old one: the ratio is 1, its gradient logprobs'.
     old_logprobs = logprobs.detach()
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     losses = policy_loss(logprobs, batch["advantages"])
@@ -190,7 +190,7 @@ def update(model, optimizer, batch, rows, args, autocast, totals):
     mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
     batch["weights"] = torch.zeros(mask.shape)
     batch["weights"][rows] = loss_weights(mask[rows], how, limit)
-    trained = rows[batch["trained"][rows, 0]].tolist()  # the others count in the weights alone
+    trained = rows[batch["trained"][rows, 0]].tolist()  # the others count in the weights' means
     for _, part in common.micro_batches(batch, trained, args.tokens_per_micro_batch, model.device):
         objective(model, part, args, autocast, totals).backward()
     totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
@@ -298,7 +298,7 @@ def main(args):
     else:
         row = {"step": 0, "eval/accuracy": evaluate(*evaluation)}
         common.log_step(run_dir, row, args.steps, tracker)
-    stopped = common.catch_signals()
+    signals = common.catch_signals()
 
     for step in range(start + 1, args.steps + 1):
         clock = [time.perf_counter()]
@@ -340,7 +340,7 @@ def main(args):
         common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
         given = (clock, rewards, rollouts[0], stop_ids, args.group_size)
         row = {"step": step, **metrics, **common.rollout_metrics(*given)}
-        stop = step < args.steps and common.gather(stopped)  # the last step ends by itself
+        stop = step < args.steps and common.gather(signals)  # the last step ends by itself
         if step % args.eval_every == 0 or step == args.steps:
             row["eval/accuracy"] = evaluate(*evaluation)
         common.log_step(run_dir, row, args.steps, tracker)

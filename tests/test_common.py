@@ -1091,10 +1091,10 @@ def test_open_run_refuses_a_folder_in_use(tmp_path):
     assert saved == {"script": "grpo", "processes": 1, **vars(args)}
     common.open_run(args, "grpo")  # nothing has been written yet that could be lost
     (tmp_path / "new" / "run" / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="in use"):
+    with pytest.raises(SystemExit, match="is not an empty folder"):
         common.open_run(args, "grpo")
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="in use"):
+    with pytest.raises(SystemExit, match="is not an empty folder"):
         common.open_run(grpo.Args(output_dir=str(tmp_path / "file")), "grpo")
     (tmp_path / "empty").mkdir()
     assert common.open_run(grpo.Args(output_dir=str(tmp_path / "empty")), "grpo").is_dir()
