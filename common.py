@@ -1046,9 +1046,9 @@ def show_header(script, args, run_dir, model, no_vllm, dtype, train, held_out):
     say(f"rollouts  {engine}; {batch} in each of {args.steps} steps")
     say(f"device    {world_size()} x {model.device.type}, {str(dtype).removeprefix('torch.')}")
     say(f"results   {run_dir}")
-    say("A loss near 0 is no fault, for the advantages are centred: watch the reward, the entropy,")
-    say("which should not reach 0 while the reward is low, and the held-out accuracy, which is the")
-    say("reward of greedy completions. Three of them are shown, the reward first.\n")
+    say("A loss near 0 is no fault, nor one that rises: it measures no progress. Watch the reward,")
+    say("the entropy, which should not reach 0 while the reward is low, the uniform share (prompts")
+    say("whose completions score alike), and the held-out accuracy, of greedy completions.\n")
 
 
 def log_step(run_dir, row, steps, tracker):

@@ -75,7 +75,7 @@ class Args:
     clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
     beta: float = 0.0  # weight of KL(policy || initial model) in the loss (0: no reference model)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2 has the KL's gradient, k3 nearly, k1 none
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2: the KL's gradient, k3: nearly, k1: refused
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
     loss_aggregation: Aggregation = "sequence-mean"  # losses over 1, length, all tokens or limit
 
@@ -197,7 +197,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the old one: the ratio is 1, its gradient logprobs'.
+    # In a batch's only update the policy is the one that sampled: no pass is paid for these.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     clip = (args.clip_eps_low, args.clip_eps_high)

@@ -11,10 +11,10 @@ with a large ratio can rule the update:
 
 A mean moves far less than a token: the paper's clip is at 3e-4 and 4e-4, and acts on far more of
 the samples. A clipped completion has no gradient at all. Left out: GSPO-token, with advantages per
-token. Not the paper's: --mismatch-cap, here a completion's factor, the mean of its tokens'.
+token. Not the paper's: --mismatch-cap, the mean of whose factors weighs a completion's loss here.
 
-Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly; policy/clip_frac is large.
-The loss says nothing: advantages are centred, so it stays near 0 while the model learns.
+Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly; policy/clip_frac is far above
+GRPO's at first (0 with one update a batch). The loss says nothing: advantages are centred.
 
     python gspo.py                                        # the built-in task, on any machine
     python gspo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --minibatches 4    # on a GPU
@@ -75,7 +75,7 @@ class Args:
     clip_eps_low: float = 3e-4  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 4e-4  # eps_high: the ratio is clipped above 1 + eps_high
     beta: float = 0.0  # weight of KL(policy || initial model) in the loss (0: no reference model)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2 has the KL's gradient, k3 nearly, k1 none
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2: the KL's gradient, k3: nearly, k1: refused
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
     loss_aggregation: Aggregation = "sequence-mean"  # losses over 1, length, all tokens or limit
 
@@ -209,7 +209,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the old one: the ratio is 1, its gradient logprobs'.
+    # In a batch's only update the policy is the one that sampled: no pass is paid for these.
     old_logprobs = batch.get("old_logprobs", logprobs.detach())
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     clip = (args.clip_eps_low, args.clip_eps_high)

@@ -105,7 +105,7 @@ def main():
         sys.exit(f"error: no metrics in {', '.join(map(str, args.runs))}: give folders under runs/")
     path = args.output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     draw(runs, path)
-    print(path)
+    print(f"curves: {path}")
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the old one: the ratio is 1, its gradient logprobs'.
+    # In a batch's only update the policy is the one that sampled: no pass is paid for these.
     old_logprobs = logprobs.detach()
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     losses = policy_loss(logprobs, batch["advantages"])

@@ -9,10 +9,10 @@ reward of the others, which knows how hard the prompt is and does not depend on 
 
 The expected gradient is exactly that of the expected reward. Next to reinforce.py: the baseline.
 One update is made of each batch, on the policy that sampled it, so there is no ratio and no clip.
-Left out: nothing of the paper's algorithm.
+Not the paper's: --mismatch-cap, a factor of 1 where the engine computes as the trainer does.
 
 Watch reward/mean and eval/accuracy rise and policy/entropy fall slowly: nothing guards the size of
-an update but --learning-rate and --max-grad-norm. The loss says nothing: advantages are centred.
+an update but --learning-rate and --max-grad-norm. The loss says nothing of how well it goes.
 
     python rloo.py                                        # the built-in task, on any machine
     python rloo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 4       # on a GPU
@@ -174,7 +174,7 @@ def objective(model, batch, args, autocast, totals):
     ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
     with autocast:
         logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the old one: the ratio is 1, its gradient logprobs'.
+    # In a batch's only update the policy is the one that sampled: no pass is paid for these.
     old_logprobs = logprobs.detach()
     metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
     losses = policy_loss(logprobs, batch["advantages"])

@@ -132,7 +132,7 @@ def test_what_a_run_shows(learned):
         assert f"reward {row['reward/mean']:.3f}" in line
         assert f"entropy {row['policy/entropy']:.3f}" in line
     assert lines[-1] == f'AutoModelForCausalLM.from_pretrained("{run_dir / "model"}")'
-    assert str(run_dir / "curves.png") in lines
+    assert f"curves: {run_dir / 'curves.png'}" in lines
 
 
 def test_the_saved_model_is_the_trained_one(learned):

@@ -33,7 +33,7 @@ def test_the_picture_is_drawn_where_it_is_said(count, tmp_path, monkeypatch, cap
     plot.main()
     path = runs[0] / "curves.png" if count == 1 else tmp_path / "curves.png"
     assert path.read_bytes()[:4] == b"\x89PNG"
-    assert capsys.readouterr().out.strip() == str(path if count == 1 else path.name)
+    assert capsys.readouterr().out == f"curves: {path if count == 1 else path.name}\n"
 
 
 def test_a_folder_without_metrics_is_one_line(tmp_path, monkeypatch):
