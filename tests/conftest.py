@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do; threads of two workers
+
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
