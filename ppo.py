@@ -1,22 +1,23 @@
 """PPO: Proximal Policy Optimization (Schulman et al., 2017) as RLHF uses it (Ouyang et al., 2022).
 
-A critic V, a model of its own, learns what each state is worth. The reward of a token is the KL it
-adds, and on the last one the score; the advantage is what came of a token beyond V's expectation:
+A critic V, a model of its own, learns what each state is worth. A token's reward is minus the KL it
+adds, and on the last one the score too; its advantage is what came of it beyond V's expectation:
 
     r_t      = -beta (logp_t - ref_logp_t), plus the score on the last token
     delta_t  = r_t + gamma V_{t+1} - V_t                              (V after the last token is 0)
     A_t      = sum_l (gamma lam)^l delta_{t+l}                                              (GAE)
-    policy_t = -min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t) - c2 entropy_t
+    policy_t = -min(rho_t A'_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A'_t) - c2 entropy_t
     value_t  = 1/2 max((V_t - G_t)^2, (clip(V_t, V_old +- eps) - G_t)^2),    G_t = A_t + V_old
     loss     = mean over completions of the mean over their tokens, for each of the two
 
-With --lam 1 and one update per batch it is actor-critic. `--objective kl-penalty` is the paper's
-other objective, rho A - beta' KL(old || new), with beta' adapted. Four models: policy, reference
-(with --beta), critic, and a reward model (with --reward-model). A completion that is cut counts as
-ended. Left out: c1, for policy and critic share no weights and have an optimiser each.
+A' is A whitened over the batch (A itself with --no-whiten). With --lam 1 and one update per batch
+it is actor-critic. `--objective kl-penalty` is the paper's other objective, rho A - beta' KL(old ||
+new), with beta' adapted. Four models: policy, reference (with --beta), critic, and a reward model
+(with --reward-model). A completion that is cut counts as ended. Left out: c1, for policy and critic
+share no weights and have an optimiser each.
 
-Watch critic/explained_variance rise towards 1: until it does, the advantages are noise, which is
-why --value-warmup-steps train the critic alone. Then watch reward/mean and eval/accuracy.
+Watch critic/explained_variance rise above 0, below which the critic adds noise: for that
+--value-warmup-steps train it alone. It falls to 0 again when nearly all rewards are equal.
 
     python ppo.py                                         # the built-in task, on any machine
     python ppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 4        # on a GPU
@@ -273,7 +274,7 @@ def token_values(critic, autocast, batch):
 
 
 def update(model, critic, optimizers, batch, rows, args, autocast, totals, kl_penalty):
-    """One step of both optimisers on `rows` (a tensor) of a batch."""
+    """One step of the given optimisers on `rows` (a tensor) of a batch."""
     mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
     batch["weights"] = torch.zeros(mask.shape)
     batch["weights"][rows] = loss_weights(mask[rows], how, limit)

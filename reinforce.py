@@ -11,7 +11,7 @@ less a baseline b that does not depend on what was sampled:
 The baseline changes the variance, not the mean: 0, the mean return of the batch (which has the
 completion's own in it, and so shrinks the expected gradient by (B - 1) / B), or the moving average
 of the batches before. One update is made of each batch, so there is no ratio. Left out: a learned
-baseline, which makes it actor-critic: ppo.py with --lam 1.
+baseline, which makes it actor-critic: ppo.py --lam 1 --minibatches 1.
 
 Watch reward/mean and eval/accuracy rise and policy/entropy fall slowly: nothing guards the size of
 an update but --learning-rate and --max-grad-norm. The loss says nothing of how well it goes.
