@@ -143,10 +143,10 @@ def check_flags(args):
         fail(f"--prompts-per-step {args.prompts_per_step} must divide by the {processes} processes")
     for name in ("model", "reward_model", "value_model"):
         folder = getattr(args, name, "")
-        if folder.startswith(("/", ".", "~")) or Path(folder).is_dir() and folder:
-            if not (Path(folder) / "config.json").is_file():
-                what = "is not a folder with a model" if Path(folder).exists() else "is not there"
-                fail(f"--{name.replace('_', '-')} {folder} {what}: give a folder or a hub name")
+        is_local = folder.startswith(("/", ".", "~")) or (folder and Path(folder).exists())
+        if is_local and not (Path(folder) / "config.json").is_file():
+            what = "no config.json is there; give the folder of a model, or a hub name"
+            fail(f"--{name.replace('_', '-')} {folder}: {what}")
     if args.gpu_memory_utilization > 1:
         fail("--gpu-memory-utilization is a share of the memory, at most 1")
     if "{prompt}" not in args.prompt_template:

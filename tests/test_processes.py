@@ -246,7 +246,7 @@ def test_embeddings_stay_tied_in_the_shards(seen):
 def test_short_runs_end_well(tmp_path):
     # What ends a process group at the wrong moment aborts in one of a few runs.
     copy_script(tmp_path, "")
-    for number in range(2):
+    for number in range(3):
         flags = [*SMALL.split(), "--prompts-per-step", 2, "--group-size", 2, "--steps", 1]
         good(run_script("grpo", *flags, "--output-dir", number, cwd=tmp_path, processes=2))
 
