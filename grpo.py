@@ -5,40 +5,64 @@ its reward lies from its group's mean, in standard deviations; all of its tokens
 
     A_i     = (R_i - mean(R)) / (std(R) + eps)
     rho_it  = exp(logp_it - old_logp_it)                    (1 in the first update of a batch)
-    loss_it = -min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i) + beta KL(pi || ref)_it
+    loss_it = -min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i) c_it + beta KL_it
     loss    = mean over completions of the mean over their tokens
 
-It is PPO without a critic: the group's mean is the baseline. Next to rloo.py it has the std, the
-ratio with its clip, and the KL in the loss. Dr. GRPO is `--no-scale-by-std --loss-aggregation
-constant`, DAPO's loss `--clip-eps-high 0.28 --loss-aggregation token-mean`. Left out: rewards of
-single steps. Dividing by the std weighs the prompts: the expected gradient is not the reward's.
+c = min(p_trainer / p_engine, cap) is not the paper's: it is nearly 1, and corrects for an engine
+that samples in another arithmetic (--mismatch-cap). KL is k3's estimate of KL(policy || reference).
+
+It is PPO without a critic: the group's mean is the baseline. Next to rloo.py it has the std, four
+updates a batch with the ratio and its clip, and the KL in the loss. With --minibatches 1 the ratio
+is 1, and GRPO, GSPO and CISPO have one gradient but for their weights of the tokens. Dr. GRPO is
+`--no-scale-by-std --loss-aggregation constant`, DAPO's loss `--clip-eps-high 0.28
+--loss-aggregation token-mean`. Left out: process rewards, a score for each step of the reasoning.
+Dividing by the std weighs the prompts: the expected gradient is not the expected reward's.
 
 Watch reward/mean and eval/accuracy rise, policy/entropy fall slowly, policy/clip_frac stay small.
 The loss says nothing: advantages are centred, so it stays near 0 while the model learns.
 
     python grpo.py                                        # the built-in task, on any machine
-    python grpo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --group-size 16      # on a GPU
-    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --group-size 16
+    torchrun --nproc-per-node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k
 """
 
+import hashlib
+import importlib.util
+import json
+import math
 import os
+import random
+import re
+import shutil
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve other processes
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within one process
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
+import datasets
+import math_verify
 import torch
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 import common
-from common import across, fail
 
+disable_progress_bar()
 SCRIPT, HERE = Path(__file__).stem, Path(__file__).resolve().parent
 Aggregation = Literal["sequence-sum", "sequence-mean", "token-mean", "constant"]
 
@@ -46,128 +70,164 @@ Aggregation = Literal["sequence-sum", "sequence-mean", "token-mean", "constant"]
 @dataclass
 class Args:
     # data
-    model: str = "Qwen/Qwen3-0.6B"  # causal language model to train: a folder or a hub name
-    dataset: str = "openai/gsm8k"  # problems to train on: a .jsonl file or a hub name
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # causal language model: a folder or a hub name
+    dataset: str = "openai/gsm8k"  # problems: a hub name, or a .jsonl, .json, .csv or .parquet file
     dataset_config: str = ""  # the hub data set's configuration ("": main, or the only one)
-    split: str = "train"  # the hub data set's split to train on
-    prompt_field: str = ""  # name of the prompt's field ("": prompt, question or problem)
-    answer_field: str = "answer"  # name of the right answer's field, handed to `reward`
-    prompt_template: str = "{prompt}"  # text around a text prompt, which replaces {prompt}
-    eval_dataset: str = ""  # held-out problems: a .jsonl file or a hub name ("": as --eval-split)
-    eval_split: str = "test"  # hub split held out (of a file: its last tenth)
-    eval_problems: int = 200  # held-out problems scored at each evaluation, at most
-    reward_model: str = ""  # folder or hub name of a one-label classifier to use as the reward
-    output_dir: str = ""  # the run's folder, new or empty ("": runs/<script>-<time>)
-    resume: str = ""  # folder of a stopped run to go on with; its flags hold
+    split: str = "train"  # what to train on, such as train[:90%]; a file is one split, train
+    eval_dataset: str = ""  # where the held-out problems are, if not in --dataset
+    eval_split: str = "test[:200]"  # what is held out, such as train[90%:]
+    prompt_field: str = "question"  # field of the prompt: text, or a list of chat messages
+    answer_field: str = "answer"  # field of the right answer; a.b is field b of field a
     seed: int = 0  # decides the order of the problems, and the samples
-
+    output_dir: str = ""  # the run's folder ("": runs/<script>-<time>)
+    resume: str | None = None  # folder of a run to go on with, from its last checkpoint
     # rollouts
     steps: int = 200  # batches of rollouts to train on
     prompts_per_step: int = 16  # prompts in a batch, over all processes
     group_size: int = 16  # completions sampled for each prompt
-    max_prompt_tokens: int = 512  # longest prompt, chat template included; a longer one is an error
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
     temperature: float = 1.0  # divides the logits, in sampling and in the update
-
     # algorithm
-    minibatches: int = 1  # updates made of each pass over a batch; above 1 the clip acts
-    update_epochs: int = 1  # passes over each batch; above 1 the clip acts
+    minibatches: int = 4  # updates made of each pass over a batch; with one the clip never acts
+    update_epochs: int = 1  # passes over each batch
     clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
-    beta: float = 0.0  # weight of KL(policy || initial model) in the loss (0: no reference model)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k2: the KL's gradient, k3: nearly, k1: refused
+    beta: float = 0.0  # weight of KL(policy || first model) in the loss; 0: no reference model
+    kl_estimator: Literal["k2", "k3"] = "k3"  # k2: the KL's gradient; k3: nearly, near the first
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
-    loss_aggregation: Aggregation = "sequence-mean"  # losses over 1, length, all tokens or limit
-
+    loss_aggregation: Aggregation = "sequence-mean"  # constant: over --max-completion-tokens
     # optimizer
     learning_rate: float = 1e-6  # AdamW's, after the warm-up
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
-    weight_decay: float = 0.0  # AdamW's: share of the learning rate that weights shrink by
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
-
     # engine
-    rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if it runs here
-    gpu_memory_utilization: float = 0.4  # share of the GPU's memory that vLLM takes in all
-    mismatch_cap: float = 2.0  # cap of the loss's factor p_trainer / p_engine (0: no factor)
-    mismatch_limit: float = 0.1  # mean |trainer - engine| log-prob, in nats, that stops the run
-    tokens_per_micro_batch: int = 8192  # tokens in one forward pass: fewer take less memory
+    rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if installed
+    gpu_memory_utilization: float = 0.4  # share of the GPU's memory that vLLM takes
+    mismatch_cap: float = 2.0  # cap of the factor p_trainer / p_engine on a loss; 0: no factor
+    mismatch_limit: float = 0.1  # mean |log p_trainer - log p_engine| that stops the run, in nats
+    micro_batch_size: int = 8  # completions in one forward pass: fewer take less memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the compute; auto: bfloat16 on GPU
-
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # to compute in; auto: bfloat16 on GPUs
     # logging
     eval_every: int = 20  # steps between evaluations on the held-out problems
-    save_every: int = 20  # steps between checkpoints to resume from; the last two are kept
-    sample_every: int = 1  # steps between groups of completions written to samples.jsonl
+    save_every: int = 20  # steps between checkpoints; the last one is kept
     track: Literal["none", "wandb", "trackio"] = "none"  # where else to send the metrics
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = 1 if type(value) is int and not name.endswith(("seed", "warmup_steps")) else 0
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+        if not 0.01 <= self.temperature <= 2:
+            raise ValueError(f"--temperature must be from 0.01 to 2, not {self.temperature}")
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError("--prompts-per-step must divide by --minibatches: groups stay whole")
+        if self.group_size < 2:
+            raise ValueError("--group-size must be 2 or more: one completion has no group")
 
 
 # Without --model and --dataset: 112,000 parameters learn sums in half a minute on two cores.
-TINY = {
-    "model": f"{HERE}/tiny/model",
-    "dataset": f"{HERE}/tiny/train.jsonl",
-    "eval_dataset": f"{HERE}/tiny/heldout.jsonl",
-    "steps": 60,
-    "max_completion_tokens": 32,
-    "minibatches": 4,
-    "learning_rate": 1e-4,
-    "warmup_steps": 3,
-    "eval_every": 5,
-}
+TINY = {"model": f"{HERE}/tiny/model", "dataset": f"{HERE}/tiny/train.jsonl"}
+TINY |= {"eval_dataset": f"{HERE}/tiny/heldout.jsonl", "eval_split": "train", "eval_every": 5}
+TINY |= {"steps": 60, "group_size": 8, "max_completion_tokens": 40, "micro_batch_size": 64}
+TINY |= {"learning_rate": 1e-4, "warmup_steps": 3}
+# What may change when a run is resumed: it stays the same run.
+MAY_CHANGE = {"resume", "output_dir", "steps", "eval_every", "save_every", "track"}
+MAY_CHANGE |= {"micro_batch_size", "gradient_checkpointing", "gpu_memory_utilization"}
 
 
-def check(args):
-    """Refuses what can be known to be wrong before anything is loaded."""
-    rows = common.check_flags(args) * args.group_size  # of this process
-    if args.group_size < 2:
-        fail("--group-size must be 2 or more: one completion has no group to be compared with")
-    if rows % args.minibatches:
-        fail(f"--minibatches {args.minibatches} must divide the {rows} completions of a process")
-    if args.kl_estimator == "k1":
-        fail("--kl-estimator k1: as a loss its expected gradient is zero; choose k2 or k3")
+def parse_args():
+    """The flags, over TINY without --model and --dataset, and over the run's own with --resume."""
+    own = any(word.split("=")[0] in ("--model", "--dataset") for word in sys.argv)
+    args = tyro.cli(Args, default=Args() if own else Args(**TINY), description=__doc__)
+    if args.resume is None:
+        return args
+    with explain(f"--resume {args.resume} is not the folder of a run of {SCRIPT}.py"):
+        saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))[SCRIPT]
+    args = tyro.cli(Args, default=Args(**saved), description=__doc__)
+    for name in saved.keys() - MAY_CHANGE:
+        if getattr(args, name) != saved[name]:
+            sys.exit(f"error: --resume goes on with the run's {name}, which is {saved[name]}")
+    return args
 
 
-def load_problems(args):
-    """(training, held-out) problems, lists of {"prompt": text or chat messages, "answer": text}."""
-    problems = common.read_problems(args.dataset, args, args.split)
-    if args.eval_dataset or (args.eval_split and not args.dataset.endswith(common.FILES)):
-        name = args.eval_dataset or args.dataset
-        return problems, common.read_problems(name, args, args.eval_split)[: args.eval_problems]
-    return common.hold_out(problems, args.eval_problems)
+@contextmanager
+def explain(what):
+    """Ends the run with one line, `what` and the error's words, where the code inside raises."""
+    try:
+        yield
+    except Exception as error:
+        sys.exit(f"error: {what}: " + " ".join(f"{error} {error.__cause__ or ''}".split())[:400])
 
 
-# ------------------------------------ The function to edit -------------------------------------
+# ------------------------------------ The functions to edit ------------------------------------
+def load_problems(args, tokenizer, name, split):
+    """[{"prompt": text or chat messages, "ids": its tokens, "answer": text}], one for each row."""
+    path, config, problems = Path(name), args.dataset_config or None, []
+    with explain(f"cannot read the split {split} of {name}"):
+        if path.is_file():
+            rows = datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+        else:
+            if not config and "main" in datasets.get_dataset_config_names(name):
+                config = "main"
+            rows = datasets.load_dataset(name, config, split=split)
+    for number, row in enumerate(rows):
+        with explain(f"row {number} of {split} of {name}, with the fields {sorted(row)}"):
+            prompt, answer = row[args.prompt_field], row
+            for field in args.answer_field.split("."):
+                answer = answer[field]
+            if isinstance(answer, float):
+                answer = format(Decimal(str(answer)), "f")  # 0.00001, and not 1e-05
+            usable = isinstance(answer, str | int) and read_answer(str(answer))
+            if not usable:
+                raise ValueError(f"reward and read_answer cannot use the --answer-field {answer!r}")
+            ids = common.encode_prompt(tokenizer, prompt)
+        problems.append({"prompt": prompt, "ids": ids, "answer": str(answer)})
+    return problems
+
+
+read = lru_cache(maxsize=10_000)(math_verify.parse)  # many completions end alike
+
+
+def read_answer(answer):
+    """What math-verify reads in an answer of the data's, or [] where it is nothing to compare."""
+    answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?", answer):
+        return []  # words, which it takes for a product of letters
+    return read(answer if re.fullmatch(r"[-\d.,]+", answer) else f"${answer}$")
+
+
 def reward(prompt, completion, answer):
-    """Score (a float) of a completion (text): 1 if the number it ends with is the answer's, else 0.
-
-    prompt and answer are the data's; the prompt has its template, but not the chat's.
-    """
-    target = common.final_number(answer)
-    if target is None:
-        raise ValueError(f"the answer {answer[:80]!r} has no number, so edit this function")
-    return float(common.final_number(completion) == target)
+    """Score (a float) of a completion (text): 1 if it ends with the data's answer, else 0."""
+    ending = completion.split("####")[-1].replace("\N{MINUS SIGN}", "-")
+    return float(math_verify.verify(read_answer(answer), read(ending)))
 
 
 # ---------------------------------------- The algorithm ----------------------------------------
+# input_ids are (B, T); all else per token is (B, T-1), and column t is about input_ids[:, t + 1].
+# The mask is true on the tokens that are trained: the completion's, its stop token included. A
+# completion cut at the limit counts as ended. Row p * G + k is the k-th completion of prompt p.
 def group_advantages(rewards, scale_by_std=True, eps=1e-8):
     """A_i = (R_i - mean) / (std + eps) in each prompt's group (DeepSeekMath, section 4.1.2).
 
-    rewards and result (P, G). The std is the population's (divided by G); a uniform group gets
-    exactly 0. Without the std it is Dr. GRPO's advantage (Liu et al., 2025), (G-1)/G times RLOO's.
+    rewards and result (P, G), computed in float64. The std is the population's (divided by G); a
+    uniform group gets exactly 0. Without it: Dr. GRPO (Liu et al., 2025), (G-1)/G times RLOO's.
     """
+    rewards = rewards.double()
     advantages = rewards - rewards.mean(1, keepdim=True)
     if scale_by_std:
-        advantages = advantages / (rewards.std(1, correction=0, keepdim=True) + eps)
-    uniform = (rewards == rewards[:, :1]).all(1, keepdim=True)
-    return advantages.masked_fill(uniform, 0.0)
+        advantages /= rewards.std(1, correction=0, keepdim=True) + eps
+    uniform = torch.isclose(rewards, rewards[:, :1], rtol=1e-12, atol=0).all(1, keepdim=True)
+    return advantages.masked_fill(uniform, 0.0).float()
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=0.2, clip_eps_high=0.2):
     """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) per token (PPO, 2017, equation 7).
 
-    logprobs, old_logprobs, mask (B, T), advantages (B, 1) or (B, T). Returns the loss (B, T), 0
-    where mask is 0, and a bool (B, T) that is true where the clip took the gradient away.
+    logprobs, old_logprobs, mask (B, T-1), advantages (B, 1) or (B, T-1). Returns the loss (B, T-1),
+    0 where mask is 0, and a bool (B, T-1), true where the clip took the gradient away.
     """
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    ratio = common.bounded_exp(torch.where(mask, logprobs - old_logprobs, 0.0))
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
     loss = -torch.min(unclipped, clipped)
@@ -175,213 +235,440 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps_low=0.2, clip
 
 
 def loss_weights(mask, how, max_tokens):
-    """Weights (B, T) of the per-token losses: loss = (per_token * weights).sum().
+    """Weights (B, T-1) of the per-token losses: loss = (per_token * weights).sum().
 
-    mask (B, T) has all of this process's rows of one update. Sequences and tokens are counted over
-    all processes, so that no split into micro-batches or processes changes the gradient.
+    mask (B, T-1) has the rows of a whole update, so no split into parts changes the gradient.
     """
-    sequences = across(torch.tensor(float(len(mask))))
-    tokens = across(mask.sum().float()).clamp(min=1)
-    length = mask.sum(1, keepdim=True).clamp(min=1)
-    divisors = {
-        "sequence-sum": sequences,
-        "sequence-mean": sequences * length,
-        "token-mean": tokens,
-        "constant": sequences * max_tokens,  # Dr. GRPO's
-    }
+    sequences, length = len(mask), mask.sum(1, keepdim=True).clamp(min=1)
+    divisors = {"sequence-sum": sequences, "sequence-mean": sequences * length}
+    divisors |= {"token-mean": mask.sum().clamp(min=1), "constant": sequences * max_tokens}
     return mask / divisors[how]
 
 
-def objective(model, batch, args, autocast, totals):
-    """The loss of a micro-batch, its share of that of the whole update; counts its metrics."""
-    ids, mask, engine_logprobs = batch["input_ids"], batch["mask"], batch["engine_logprobs"]
-    with autocast:
-        logprobs, entropy = common.token_logprobs(model, ids, mask, args.temperature)
-    # In a batch's only update the policy is the one that sampled: no pass is paid for these.
-    old_logprobs = batch.get("old_logprobs", logprobs.detach())
-    metrics = {"policy/entropy": entropy, "engine/mismatch": (old_logprobs - engine_logprobs).abs()}
-    clip = (args.clip_eps_low, args.clip_eps_high)
-    losses, clipped = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, *clip)
-    metrics["policy/clip_frac"] = clipped
-    if cap := args.mismatch_cap:  # not the algorithm's: the engine's arithmetic is another
-        losses = losses * common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
-    if args.beta:
-        kl = common.kl_estimate(logprobs, batch["ref_logprobs"], args.kl_estimator)
-        losses = losses + args.beta * kl
-        metrics["kl/mean"] = kl
-    loss = (losses * batch["weights"]).sum()
-    totals.count(mask, loss, metrics)
-    return loss
+def micro_batches(batch, rows, size, device):
+    """This process's share of `rows`, as (their numbers, their tensors), at most `size` at a time.
+
+    Dealt out by length, as many to each process: so none waits for another. Columns that no row
+    needs are cut off.
+    """
+    lengths = batch["mask"].sum(1)
+    rows = rows[lengths[rows].argsort(stable=True)][dist.get_rank() :: dist.get_world_size()]
+    for part in rows.split(size):
+        width = batch["mask"][part].any(0).nonzero().max() + 1
+        piece = {name: tensor[part, :width].to(device) for name, tensor in batch.items()}
+        piece["input_ids"] = batch["input_ids"][part, : width + 1].to(device)
+        yield part, piece
 
 
-def update(model, optimizer, batch, rows, args, autocast, totals):
-    """One step of the optimiser on `rows` (a tensor) of a batch, those that are "trained"."""
-    mask, how, limit = batch["mask"], args.loss_aggregation, args.max_completion_tokens
-    batch["weights"] = torch.zeros(mask.shape)
-    batch["weights"][rows] = loss_weights(mask[rows], how, limit)
-    trained = rows[batch["trained"][rows, 0]].tolist()  # the others count in the weights' means
-    for _, part in common.micro_batches(batch, trained, args.tokens_per_micro_batch, model.device):
-        objective(model, part, args, autocast, totals).backward()
-    totals.norms.append(common.clip_gradient(model, args.max_grad_norm))
-    optimizer.step()
-    optimizer.zero_grad()
+@torch.no_grad()
+def score_tokens(model, batch, args):
+    """(log-probs, entropies) of a batch's tokens under a model, (B, T-1) each, no gradient."""
+    scores, rows = torch.zeros(2, *batch["mask"].shape), torch.arange(len(batch["mask"]))
+    for part, piece in micro_batches(batch, rows, args.micro_batch_size, model.device):
+        values = common.token_logprobs(model, piece["input_ids"], piece["mask"], args.temperature)
+        scores[:, part, : piece["mask"].shape[1]] = torch.stack(values).cpu()
+    dist.all_reduce(scores)  # a sum: each row is one process's, and 0 in the others
+    return scores
 
 
-# ------------------------------------------ Rollouts -------------------------------------------
+def update(model, optimizer, batch, args):
+    """The learning step: --update-epochs passes over the batch, --minibatches updates in each.
+
+    batch, the same in all processes: input_ids (B, T); mask, old_logprobs, engine_logprobs and,
+    with beta, ref_logprobs (B, T-1); advantages (B, 1). A minibatch is whole groups in the order
+    they were drawn, which is random already: so it is the same for any number of processes.
+    """
+    minibatches = torch.arange(len(batch["mask"])).chunk(args.minibatches)
+    how, limit = args.loss_aggregation, args.max_completion_tokens
+    batch["weights"] = torch.cat([loss_weights(batch["mask"][m], how, limit) for m in minibatches])
+    updates = args.minibatches * args.update_epochs
+    tokens = batch["mask"].sum() * args.update_epochs
+    processes, norms, sums = dist.get_world_size(), [], torch.zeros(2)
+    for minibatch in minibatches * args.update_epochs:
+        # Rows without an advantage have no gradient, unless the reference gives them one: no pass
+        # is paid for them, but where they fill up the processes' equal shares. (Adam's momentum
+        # moves the weights in an update without any gradient, too.)
+        trained = batch["advantages"][minibatch].any(1) | (args.beta > 0)
+        count = processes * max(1, math.ceil(trained.sum().item() / processes))
+        rows = minibatch[trained.int().argsort(descending=True, stable=True)[:count]]
+        for _, part in micro_batches(batch, rows, args.micro_batch_size, model.device):
+            ids, mask, old_logprobs = part["input_ids"], part["mask"], part["old_logprobs"]
+            logprobs, _ = common.token_logprobs(model, ids, mask, args.temperature)  # with gradient
+            advantages, clip = part["advantages"], (args.clip_eps_low, args.clip_eps_high)
+            losses, clipped = policy_loss(logprobs, old_logprobs, advantages, mask, *clip)
+            if cap := args.mismatch_cap:  # (b, t-1), no gradient
+                engine_logprobs = part["engine_logprobs"]
+                losses *= common.rollout_correction(old_logprobs, engine_logprobs, mask, cap)
+            if args.beta:  # (b, t-1), with gradient
+                kl = common.kl_estimate(logprobs, part["ref_logprobs"], args.kl_estimator)
+                losses = losses + args.beta * kl
+            loss = (losses * part["weights"]).sum()  # this part's share of the update's loss
+            loss.backward()  # adds up over the parts and, as shard has it, the processes
+            sums += torch.stack([loss.detach() / updates, clipped.sum() / tokens]).cpu()
+        limits = {"max_norm": args.max_grad_norm, "error_if_nonfinite": True}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), **limits)
+        norms.append(whole(norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(sums)
+    loss, clip_frac = sums.tolist()
+    norm = sum(norms) / updates
+    return {"loss/policy": loss, "policy/clip_frac": clip_frac, "policy/grad_norm": norm}
+
+
+# ------------------------------------ Processes and weights ------------------------------------
+def start_processes(args):
+    """Joins the processes of torchrun, or makes a group of one; returns (device, dtype)."""
+    on_gpu, alone = torch.cuda.is_available(), {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else None
+    with explain("cannot start the processes, each with a GPU of its own"):
+        if on_gpu:
+            torch.cuda.set_device(gpu)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # what is counted is on the CPU
+        dist.init_process_group(backend, device_id=gpu, **alone)
+    processes, minibatches = dist.get_world_size(), vars(args).get("minibatches", 1)
+    rows = args.prompts_per_step // minibatches * args.group_size
+    if args.prompts_per_step % processes or rows % processes:
+        what = f"--prompts-per-step and the {rows} completions of a minibatch"
+        sys.exit(f"error: {what} must divide by the {processes} processes")
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and on_gpu)
+    return gpu or torch.device("cpu"), torch.bfloat16 if bfloat16 else torch.float32
+
+
+def load_model(kind, name, dtype):
+    """A transformers model of class `kind`; ends the run where the folder lacks some weights."""
+    with explain(f"cannot load the model {name}"):
+        model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks the weights {sorted(info['missing_keys'])[:3]}")
+    return model
+
+
+def shard(model, device, dtype, checkpointing=False):
+    """The model on its device, computing in `dtype`, its weights shared out over the processes.
+
+    A layer gathers and casts its weights where it runs. Its backward pass sums the gradient over
+    the processes and takes no mean: each computes its share of the loss, which is a sum.
+    """
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    for module in model.modules():  # dropout would move the ratio of an unchanged policy from 1
+        module.training = checkpointing and hasattr(module, "gradient_checkpointing")
+    if dist.get_world_size() > 1 or dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        kinds = model._no_split_modules or ()
+        for module in [*(m for m in model.modules() if type(m).__name__ in kinds), model]:
+            fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model.to(device)
+
+
+def whole(tensor):
+    """The whole of a tensor that may be sharded over the processes."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def make_optimizer(model):
+    """AdamW with its state in place: for checkpoints, and for the engine to see what is free."""
+    adamw = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": model.device.type == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, **adamw)
+    for weight in model.parameters():
+        optimizer.state[weight] = {"step": torch.zeros((), device=model.device)}
+        optimizer.state[weight] |= {k: torch.zeros_like(weight) for k in ("exp_avg", "exp_avg_sq")}
+    return optimizer
+
+
+# ----------------------------------------- The engines -----------------------------------------
 class VLLMEngine:
-    """Rollouts with vLLM in this process, with the interface of common.TransformersEngine."""
+    """Samples with vLLM, in this process."""
 
-    def __init__(self, args, stop_ids, pad_id, device, dtype):
-        from vllm import LLM, SamplingParams
+    def __init__(self, args, stop_ids, max_length, dtype):
+        import vllm
 
-        self.sleeps = on_gpu = device.type == "cuda"
-        options = {"gpu_memory_utilization": args.gpu_memory_utilization}
-        if not on_gpu:  # compiling takes longer than it saves, and so does a larger cache
-            options = {"enforce_eager": True, "kv_cache_memory_bytes": 512 << 20}
-            options["enable_chunked_prefill"] = False  # fails with seeds on a CPU
+        self.on_gpu = torch.cuda.is_available()
+        options = {"gpu_memory_utilization": args.gpu_memory_utilization, "enable_sleep_mode": True}
+        if not self.on_gpu:  # compiling takes longer than it saves, and chunks fail with seeds
+            options = {"kv_cache_memory_bytes": 512 << 20, "enable_chunked_prefill": False}
+            options["enforce_eager"] = True
             torch.compiler.set_stance("force_eager")
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
-        self.llm = LLM(
-            args.model,
-            dtype=dtype,
-            max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
-            logprobs_mode="processed_logprobs",  # those of the temperature it samples at
-            generation_config="vllm",  # not the checkpoint's sampling settings
-            enable_sleep_mode=on_gpu,
-            use_tqdm_on_load=False,
-            **options,
-        )
-        sampling = {"top_p": 1.0, "top_k": 0, "logprobs": 0, "detokenize": False}
-        self.params = partial(SamplingParams, stop_token_ids=sorted(stop_ids), **sampling)
+        options["generation_config"] = "vllm"  # not the checkpoint's sampling settings
+        options["logprobs_mode"] = "processed_logprobs"  # at the temperature it samples at
+        options |= {"dtype": dtype, "max_model_len": max_length, "use_tqdm_on_load": False}
+        self.llm, self.Params = vllm.LLM(args.model, **options), vllm.SamplingParams
+        # With top-p or top-k the samples would be another policy's than the one trained.
+        self.sampling = {"top_p": 1.0, "top_k": 0, "max_tokens": args.max_completion_tokens}
+        self.sampling |= {"stop_token_ids": sorted(stop_ids), "detokenize": False}
+        self.sampling |= {"logprobs": 0, "flat_logprobs": True}  # 0: of the sampled token alone
         self.sleep()
 
     def sync(self, weights):
         """Wakes up, takes (name, tensor) of all weights, forgets what the old ones computed."""
-        if self.sleeps:
+        if self.on_gpu:
             self.llm.wake_up(["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.sleeps:
+        if self.on_gpu:
             self.llm.wake_up(["kv_cache"])
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps what its old weights have computed")
 
-    def generate(self, prompts, samples, temperature, max_tokens, seed):
-        params = {"n": samples, "temperature": temperature, "max_tokens": max_tokens}
-        # vLLM gives a prompt's k-th sample the prompt's seed + k.
-        params = [self.params(seed=seed + i * samples, **params) for i in range(len(prompts))]
+    def generate(self, prompts, seeds, temperature):
+        """[(ids up to and with the stop token, their log-probs)], one for each prompt and seed."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        sampling = {**self.sampling, "temperature": temperature}
+        params = [self.Params(seed=seed, **sampling) for seed in seeds]
         requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
-        outputs = [output for request in requests for output in request.outputs]
-        completions = [list(output.token_ids) for output in outputs]
-        steps = [zip(output.token_ids, output.logprobs, strict=True) for output in outputs]
-        return completions, [[at[token].logprob for token, at in step] for step in steps]
+        samples = [request.outputs[0] for request in requests]
+        return [(list(sample.token_ids), sample.logprobs.logprobs) for sample in samples]
 
     def sleep(self):
-        """Leaves the GPU's memory to the update, until the next sync."""
-        if self.sleeps:
-            self.llm.sleep(level=2)  # 2: without a copy of the weights, for sync brings new ones
+        """Leaves the GPU's memory to the update, until the next sync brings new weights."""
+        if self.on_gpu:
+            self.llm.sleep(level=2)
 
 
-def evaluate(engine, model, tokenizer, problems, args, scorer):
-    """Mean reward of a greedy completion of each problem, over all processes; shows three."""
-    problems = common.share(problems)
-    engine.sync(common.full_weights(model))
-    prompts = [problem["ids"] for problem in problems]
-    completions, _ = engine.generate(prompts, 1, 0.0, args.max_completion_tokens, args.seed)
-    engine.sleep()
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-    rewards = common.score(problems, texts, scorer)
-    common.show_samples(problems, texts, rewards)
-    return common.global_mean(torch.tensor(rewards))
+class TransformersEngine:
+    """The same with transformers, on a copy of the model, for where vLLM is not."""
+
+    def __init__(self, args, stop_ids, max_length, dtype):
+        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.limits = args.max_completion_tokens, stop_ids
+
+    def sync(self, weights):
+        self.model.load_state_dict(dict(weights))
+
+    def generate(self, prompts, seeds, temperature):
+        return common.sample(self.model, prompts, seeds, temperature, *self.limits)
+
+    def sleep(self):
+        pass
+
+
+# ------------------------------------------- The run -------------------------------------------
+def rollout(engine, tokenizer, rows, temperature):
+    """Samples and scores a completion for each row, (problem, seed): each process does a part, all
+    get all. Returns (ids, the engine's log-probs of them, text, reward) of each."""
+    parts = [None] * dist.get_world_size()
+    share = math.ceil(len(rows) / len(parts))
+    rows, done = rows[dist.get_rank() * share :][:share], []
+    prompts, seeds = [problem["ids"] for problem, _ in rows], [seed for _, seed in rows]
+    sampled = engine.generate(prompts, seeds, temperature)
+    for (problem, _), (ids, logprobs) in zip(rows, sampled, strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        done.append((ids, logprobs, text, score(problem, text)))
+    dist.all_gather_object(parts, done)
+    return sum(parts, [])
+
+
+def score(problem, text):
+    """The reward of a completion. Ends the run where it is no finite number."""
+    try:
+        value = float(reward(problem["prompt"], text, problem["answer"]))
+    except SystemExit as error:  # or the run would end as if it were done
+        raise RuntimeError("reward called exit") from error
+    if not abs(value) < 1e30:
+        sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
+    return value
+
+
+def evaluate(engine, tokenizer, problems):
+    """Mean reward of a greedy completion of each problem; shows three."""
+    done = rollout(engine, tokenizer, [(problem, 0) for problem in problems], temperature=0.0)
+    for problem, (_, _, text, value) in zip(problems[:3], done[:3], strict=True):
+        print(f"    {value:g}  {str(problem['prompt'])[-60:]!r} -> {text[-160:]!r}")
+    return sum(value for *_, value in done) / len(done)
+
+
+def open_run(args, problems, trained):
+    """(the run's folder, step). A new one gets its args.json and begins at step 0; that of --resume
+    goes on from its last checkpoint, which is loaded into the tensors `trained`."""
+    name = [args.resume or args.output_dir or time.strftime(f"runs/{SCRIPT}-%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(name)  # the first process's clock counts
+    run_dir, first = Path(name[0]), dist.get_rank() == 0
+    data = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
+    with explain(f"--output-dir {run_dir}, where no other run may be"):
+        if first and args.resume is None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with open(run_dir / "args.json", "x", encoding="utf-8") as file:  # x: not there yet
+                json.dump({SCRIPT: vars(args), "data": data}, file, indent=1)
+        dist.barrier()
+        if json.loads((run_dir / "args.json").read_text(encoding="utf-8"))["data"] != data:
+            raise ValueError("the problems are not those that the run began with")
+        last = max(run_dir.glob("checkpoints/*/.metadata"), default=None)  # is written last
+        if last:
+            dcp.load(trained, checkpoint_id=last.parent)
+    step = int(last.parent.name) if last else 0
+    for path in run_dir.glob("*.jsonl") if first else []:
+        lines = path.read_bytes().splitlines(keepends=True)[:step]  # line n is about step n
+        path.write_bytes(b"".join(lines))
+    return run_dir, step
+
+
+def save_checkpoint(run_dir, step, trained):
+    """Writes checkpoints/<step>, and when it is whole removes the one before."""
+    path = run_dir / f"checkpoints/{step:06d}"
+    dcp.save(trained, checkpoint_id=path)
+    for old in set(path.parent.iterdir()) - {path} if dist.get_rank() == 0 else []:
+        shutil.rmtree(old)
+
+
+def log_step(run_dir, row, group, tracker):
+    """Appends a row of metrics and a group of samples to the run's files, and shows the row."""
+    for name, line in (("metrics", row), ("samples", group)) if dist.get_rank() == 0 else []:
+        with open(run_dir / f"{name}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    if tracker:
+        tracker.log(row, step=row["step"])
+    shown = {"reward": "reward/mean", "uniform": "reward/uniform_groups", "kl": "kl/mean"}
+    shown |= {"length": "generation/length", "entropy": "policy/entropy"}
+    shown |= {"clipped": "policy/clip_frac", "held-out": "eval/accuracy"}
+    words = [f"{word} {row[name]:.3f}" for word, name in shown.items() if name in row]
+    print(f"{row['step']:4d}", *words, sep="  ", flush=True)
+
+
+def save_model(run_dir, model, tokenizer, source, dtype):
+    """Writes model/, a folder that transformers and vLLM load; `source` is what it began as."""
+    weights = {name: whole(weight.to(dtype)).cpu() for name, weight in model.state_dict().items()}
+    model.to(dtype)  # so that its configuration names it
+    if dist.get_rank() > 0:
+        return
+    for name in model.all_tied_weights_keys:  # is stored under its other name
+        weights.pop(name, None)
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    sampling = cached_file(source, "generation_config.json", **quiet)
+    if sampling:  # kept as it is, though transformers may refuse to write such a one
+        model.generation_config = GenerationConfig()
+    model.save_pretrained(run_dir / "model", state_dict=weights)
+    tokenizer.save_pretrained(run_dir / "model")
+    if sampling:
+        shutil.copy(sampling, run_dir / "model")
 
 
 def main(args):
-    check(args)
-    train, held_out = common.attempt("cannot load the problems", load_problems, args)
-    common.try_reward(args, train, reward)
-    device = common.start_processes()
-    run_dir = common.open_run(args, SCRIPT)
+    # What is wrong in the flags and the data shows before a model is loaded.
+    device, dtype = start_processes(args)
+    with explain(f"--model {args.model}"):
+        tokenizer = common.load_tokenizer(args.model)
+    train = load_problems(args, tokenizer, args.dataset, args.split)
+    held_out = load_problems(args, tokenizer, args.eval_dataset or args.dataset, args.eval_split)
+    score(train[0], "")
+    order = []  # of the problems: each once in every pass over all
+    while len(order) < args.prompts_per_step * (args.steps + 1):
+        order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))
 
-    # The policy: float32 weights, computing in `dtype`. The reference is the model it starts from.
-    tokenizer = common.attempt(f"--model {args.model}", common.load_tokenizer, args.model)
-    common.encode_problems(train + held_out, tokenizer, args.max_prompt_tokens)
-    dtype, autocast = common.precision(args.dtype, device)
-    model = common.load_model(AutoModelForCausalLM, args.model, device, args.gradient_checkpointing)
-    ref_model = common.load_model(AutoModelForCausalLM, args.model, device) if args.beta else None
-    adamw = dict(betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type == "cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, **adamw)
-    scorer = common.RewardModel(args.reward_model, device) if args.reward_model else reward
+    # Weights are float32, for in bfloat16 steps of 1e-6 would vanish; the reference never moves.
+    model, ref_model = load_model(AutoModelForCausalLM, args.model, torch.float32), None
+    with explain(f"--model {args.model}"):
+        common.check_logits(model)
+    model = shard(model, device, dtype, args.gradient_checkpointing)
+    if args.beta:
+        ref_model = shard(load_model(AutoModelForCausalLM, args.model, dtype), device, dtype)
+    optimizer = make_optimizer(model)
+    trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
+    longest = max(len(problem["ids"]) for problem in train + held_out) + args.max_completion_tokens
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > context:
+        sys.exit(f"error: --max-completion-tokens: {longest} with a prompt, but {context} are all")
+    kind = TransformersEngine if args.rollout_engine == "transformers" else VLLMEngine
+    if args.rollout_engine == "auto" and not importlib.util.find_spec("vllm"):
+        kind = TransformersEngine
+    with explain(f"--rollout-engine {args.rollout_engine} does not start"):
+        engine = kind(args, stop_ids, longest, dtype)
+    run_dir, start = open_run(args, train + held_out, trained)
+    if start > args.steps:
+        sys.exit(f"error: --resume {run_dir} has made {start} steps: raise --steps")
+    tracker = None
+    if args.track != "none" and dist.get_rank() == 0:
+        tracker = importlib.import_module(args.track)
+        tracker.init(project="rl-for-lm", name=run_dir.name, config=vars(args))
+    print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
+    print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)
 
-    no_vllm = "as asked" if args.rollout_engine == "transformers" else common.why_no_vllm()
-    make_engine = common.TransformersEngine if no_vllm else VLLMEngine
-    given = (args, stop_ids, tokenizer.pad_token_id, device, dtype)
-    engine = common.attempt("the rollout engine did not start", make_engine, *given)
-    common.show_header(SCRIPT, args, run_dir, model, no_vllm, dtype, len(train), len(held_out))
-
-    tracker = common.start_tracker(args, run_dir)
-    evaluation = (engine, model, tokenizer, held_out, args, scorer)
-    start, began = 0, time.perf_counter()
-    if args.resume:
-        start = common.load_checkpoint(run_dir, args.steps, policy=(model, optimizer))
-    else:
-        row = {"step": 0, "eval/accuracy": evaluate(*evaluation)}
-        common.log_step(run_dir, row, args.steps, tracker)
-    signals = common.catch_signals()
-
-    for step in range(start + 1, args.steps + 1):
-        clock = [time.perf_counter()]
-        warm = min(1, step / max(1, args.warmup_steps))
-        optimizer.param_groups[0]["lr"] = args.learning_rate * warm
-
-        # 1. Generate: this process's prompts, with this step's weights.
-        problems = common.problems_of_step(train, step, args.prompts_per_step, args.seed)
-        problems = [problem for problem in common.share(problems) for _ in range(args.group_size)]
-        prompts = [problem["ids"] for problem in problems[:: args.group_size]]
-        limit, seed = args.max_completion_tokens, common.seed_of(args.seed, step, common.rank())
-        engine.sync(common.full_weights(model))
-        rollouts = engine.generate(prompts, args.group_size, args.temperature, limit, seed)
-        engine.sleep()
-        clock.append(time.perf_counter())
-
-        # 2. Score: the group of prompt p is the rows from p * group_size on.
-        batch = common.make_batch(problems, *rollouts, tokenizer.pad_token_id)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts[0]]
-        rewards = common.score(problems, texts, scorer)
-        clock.append(time.perf_counter())
-
-        # 3. Advantages.
-        groups = torch.tensor(rewards).view(-1, args.group_size)
-        batch["advantages"] = group_advantages(groups, args.scale_by_std).view(-1, 1)
-
-        # 4. Update. Without an advantage there is no gradient, unless the reference has one.
-        batch["trained"] = (batch["advantages"] != 0) | (args.beta > 0)
-        totals = common.Totals()
-        if args.minibatches * args.update_epochs > 1:
-            batch["old_logprobs"] = common.batch_logprobs(model, batch, args, autocast)
-        if ref_model:
-            batch["ref_logprobs"] = common.batch_logprobs(ref_model, batch, args, autocast)
-        for rows in common.minibatches(len(rewards), args.minibatches, args.update_epochs, seed):
-            update(model, optimizer, batch, rows, args, autocast, totals)
-        metrics = totals.metrics()
-        clock.append(time.perf_counter())
-
-        # 5. Log, evaluate, save. The next step begins by synchronising the engine.
-        common.check_mismatch(metrics["engine/mismatch"], args.mismatch_limit)
-        given = (clock, rewards, rollouts[0], stop_ids, args.group_size)
-        row = {"step": step, **metrics, **common.rollout_metrics(*given)}
-        stop = step < args.steps and common.gather(signals)  # the last step ends by itself
+    for step in range(start, args.steps + 1):  # the weights have been updated `step` times
+        row, began = {"step": step}, time.perf_counter()
+        engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
         if step % args.eval_every == 0 or step == args.steps:
-            row["eval/accuracy"] = evaluate(*evaluation)
-        common.log_step(run_dir, row, args.steps, tracker)
-        if step % args.sample_every == 0:
-            common.log_samples(run_dir, step, problems, texts, rewards, args.group_size)
-        if stop or step % args.save_every == 0 or step == args.steps:
-            common.save_checkpoint(run_dir, step, policy=(model, optimizer))
-        if stop:
-            common.stop_run(run_dir, SCRIPT, tracker)
-    common.finish_run(run_dir, model, tokenizer, dtype, began, tracker)
+            row["eval/accuracy"] = evaluate(engine, tokenizer, held_out)
+        if step > start and (step % args.save_every == 0 or step == args.steps):
+            save_checkpoint(run_dir, step, trained)
+
+        # 1. Generate and 2. score. Row p * G + k is the k-th completion of prompt p.
+        rows = []
+        for place in range(step * args.prompts_per_step, (step + 1) * args.prompts_per_step):
+            seed = random.Random(f"{args.seed} sample {place}").getrandbits(31)
+            rows += [(order[place], seed + k) for k in range(args.group_size)]
+        sampled = rollout(engine, tokenizer, rows, args.temperature)
+        completions, engine_logprobs, texts, rewards = zip(*sampled, strict=True)
+        engine.sleep()
+        row["time/rollout"] = time.perf_counter() - began
+
+        prompts = [problem["ids"] for problem, _ in rows]
+        input_ids, mask = common.collate(prompts, completions, tokenizer.eos_token_id)
+        batch = {"input_ids": input_ids, "mask": mask}  # (B, T), (B, T-1)
+        flat = torch.tensor([value for logprobs in engine_logprobs for value in logprobs])
+        batch["engine_logprobs"] = torch.zeros(mask.shape).masked_scatter(mask, flat)
+        batch["old_logprobs"], entropies = score_tokens(model, batch, args)  # (B, T-1), no gradient
+        if ref_model:
+            batch["ref_logprobs"], _ = score_tokens(ref_model, batch, args)  # (B, T-1)
+            kl = common.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], kind="k3")
+            row["kl/mean"] = kl[mask].mean().item()
+        mismatch = (batch["old_logprobs"] - batch["engine_logprobs"]).abs()[mask].mean().item()
+        if not mismatch <= args.mismatch_limit:
+            what = "nats a token, over --mismatch-limit: it does not run the trainer's weights"
+            sys.exit(f"error: the engine's log-probs are off by {mismatch:.2g} {what}")
+
+        # 3. Advantages, of whole groups.
+        rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, args.group_size)  # (P, G)
+        batch["advantages"] = group_advantages(rewards, args.scale_by_std).view(-1, 1)  # (B, 1)
+
+        # 4. Update.
+        if step < args.steps:
+            warm = min(1, (step + 1) / max(1, args.warmup_steps))
+            optimizer.param_groups[0]["lr"] = args.learning_rate * warm
+            row |= update(model, optimizer, batch, args)
+
+        # 5. Log.
+        ended = [common.truncate_at_stop(ids, stop_ids)[1] for ids in completions]
+        row["reward/mean"] = rewards.mean().item()
+        row["reward/std"] = rewards.std(correction=0).item()
+        uniform = torch.isclose(rewards, rewards[:, :1], rtol=1e-12, atol=0).all(1)
+        row["reward/uniform_groups"] = uniform.double().mean().item()
+        row["policy/entropy"] = entropies[mask].mean().item()
+        row["engine/mismatch"] = mismatch
+        row["generation/length"] = mask.sum().item() / len(mask)
+        row["generation/truncated"] = 1 - sum(ended) / len(ended)
+        row["time/step"] = time.perf_counter() - began
+        row["throughput/tokens_per_second"] = mask.sum().item() / row["time/step"]
+        group = {"step": step, "prompt": rows[0][0]["prompt"], "answer": rows[0][0]["answer"]}
+        group |= {"completions": texts[: args.group_size], "rewards": rewards[0].tolist()}
+        log_step(run_dir, row, group, tracker)
+
+    save_model(run_dir, model, tokenizer, args.model, dtype)
+    if tracker:
+        tracker.finish()
+    if dist.get_rank() == 0 and (HERE / "plot.py").exists():
+        subprocess.run([sys.executable, HERE / "plot.py", run_dir], check=False)
+    print(f"AutoModelForCausalLM.from_pretrained('{run_dir}/model') loads the model", flush=True)
 
 
 if __name__ == "__main__":
-    main(common.parse_args(Args, TINY, __doc__))
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        sys.exit("stopped: to go on, the same command with --resume and the run's folder")
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        advice = (
+            "lower --micro-batch-size, --gpu-memory-utilization, or add --gradient-checkpointing"
+        )
+        sys.exit(f"error: {advice}: {error}")
+    os._exit(0)  # Python's own way out aborts now and then, in threads of gloo

@@ -41,7 +41,9 @@ def read_rows(run_dir):
 
 def read_labels(run_dirs):
     """The script of each run, and its flags that another run of the script has otherwise."""
-    runs = [json.loads((Path(run_dir) / "args.json").read_text()) for run_dir in run_dirs]
+    saved = [json.loads((Path(run_dir) / "args.json").read_text()) for run_dir in run_dirs]
+    saved = [next(iter(each.items())) for each in saved]  # the script and its flags
+    runs = [{"script": script, **args} for script, args in saved]
     runs = [{k: v for k, v in run.items() if k not in SAME_RUN} for run in runs]
     labels = []
     for run in runs:
