@@ -1,0 +1,121 @@
+"""What several test files use: the tiny model, scripts run as their users run them, and a policy
+that is small enough to count everything out."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do, before torch is imported
+
+import torch
+import torch.distributed as dist
+
+import common
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tiny"
+SCRIPTS = ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"]
+
+
+def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
+    """The CompletedProcess of `python name.py flags`, or torchrun's with so many processes.
+
+    The engine is transformers' unless the flags say another; env is added to the environment.
+    """
+    command = [sys.executable]
+    if processes:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    flags = list(map(str, flags))
+    if not any(flag.split("=")[0] == "--rollout-engine" for flag in flags):
+        flags += ["--rollout-engine", "transformers"]
+    command += [str(Path(cwd or ROOT).resolve() / f"{name}.py"), *flags]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def read_jsonl(path):
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def near(found, expected, atol=1e-6):
+    """Raises unless two tensors, or what makes one, are equal up to atol."""
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """A process group of one, for what counts over processes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def tiny_model():
+    """A fresh copy of the built-in model, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The built-in model's tokenizer."""
+    return common.load_tokenizer(TINY / "model")
+
+
+# Three tokens, at most two a completion. Token 0 stops, or nothing does and two are sampled.
+STOPPING = [(0,), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+FIXED = list(itertools.product(range(3), repeat=2))
+
+
+class Policy:
+    """Logits of the first token, and of the second given the first; a reward of each completion."""
+
+    def __init__(self, completions=STOPPING, seed=0):
+        options = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+        self.tables = [torch.randn(3, **options) / 2, torch.randn(3, 3, **options) / 2]
+        for table in self.tables:
+            table.requires_grad_()
+        self.completions = completions
+        self.rewards = 3 * torch.randn(len(completions), **options)  # of no pattern
+        self.mask = torch.tensor([[True, len(c) == 2] for c in completions])
+
+    def logprobs(self, padding=0.0):
+        """Log-probs (completions, 2) of all completions' tokens."""
+        padding = torch.tensor(padding, dtype=torch.float64)
+        first, second = self.tables[0].log_softmax(0), self.tables[1].log_softmax(1)
+        rows = [[first[c[0]], second[c] if len(c) == 2 else padding] for c in self.completions]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def probabilities(self):
+        return self.logprobs().sum(1).exp()
+
+    def gradient(self, value):
+        """The gradient of a scalar with respect to all logits, flat."""
+        gradients = torch.autograd.grad(value, self.tables, retain_graph=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    def exact_gradient(self, rewards=None):
+        """The gradient of the expected reward."""
+        rewards = self.rewards if rewards is None else rewards
+        return self.gradient((self.probabilities() * rewards).sum())
+
+    def expected_gradient(self, loss, size):
+        """-E[gradient of loss(rows)] over all batches of `size` completions: nothing is sampled."""
+        probabilities, total = self.probabilities().detach(), 0.0
+        for rows in itertools.product(range(len(self.completions)), repeat=size):
+            rows = torch.tensor(rows)
+            total = total + probabilities[rows].prod() * loss(rows)
+        return -self.gradient(total)
