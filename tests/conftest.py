@@ -104,7 +104,8 @@ class Policy:
 
     def gradient(self, value):
         """The gradient of a scalar with respect to all logits, flat."""
-        gradients = torch.autograd.grad(value, self.tables, retain_graph=True)
+        options = {"retain_graph": True, "materialize_grads": True}
+        gradients = torch.autograd.grad(value, self.tables, **options)
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     def exact_gradient(self, rewards=None):
@@ -119,3 +120,49 @@ class Policy:
             rows = torch.tensor(rows)
             total = total + probabilities[rows].prod() * loss(rows)
         return -self.gradient(total)
+
+
+# ------------------------------ One update of the built-in model ------------------------------
+TEXTS = {
+    "1+2=?": ["#### 3", "1+2=3 #### 3", "#### 5", "#### 33"],
+    "3+4-5=?": ["3+4=7 7-5=2 #### 2", "#### 2", "#### 12", "3+4=7 #### 7"],
+    "7+8=?": ["#### 15", "7+8=15 #### 15", "#### 15", "15"],
+}
+
+
+def make_batch(model, tokenizer, advantages):
+    """Three groups of four completions, for `update`: sampled by `model`, as far as it can tell."""
+    prompts = [common.encode_prompt(tokenizer, text) for text in TEXTS for _ in range(4)]
+    texts = sum(TEXTS.values(), [])
+    completions = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    input_ids, mask = common.collate(prompts, completions, tokenizer.pad_token_id)
+    batch = {"input_ids": input_ids, "mask": mask, "advantages": advantages}
+    logprobs = plain_logprobs(model, batch).detach()
+    return {**batch, "old_logprobs": logprobs, "engine_logprobs": logprobs}
+
+
+def plain_logprobs(model, batch):
+    """Log-probs of the tokens (B, T-1) by the plain forward, 0 where mask is 0."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    logprobs = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return torch.where(batch["mask"], logprobs, 0.0)
+
+
+def flat_gradient(model, loss):
+    """The gradient of a loss with respect to a model's parameters, flat."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+class Recorder:
+    """An optimizer that changes nothing and keeps the gradient of each step, flat."""
+
+    def __init__(self, model):
+        self.model, self.gradients = model, []
+
+    def step(self):
+        gradients = [weight.grad.flatten() for weight in self.model.parameters()]
+        self.gradients.append(torch.cat(gradients))
+
+    def zero_grad(self):
+        self.model.zero_grad()

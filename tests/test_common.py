@@ -1,0 +1,602 @@
+"""common.py: text and tokens, log-probabilities, estimators, and sampling without vLLM.
+
+Numbers are worked out by hand or by enumeration next to the test that uses them; where a function
+has a naive form (log_softmax over all logits, a forward pass per token), that is the reference.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from conftest import near
+from tokenizers import models, pre_tokenizers, processors
+
+import common
+
+NAN, INF = math.nan, math.inf
+
+# ---------------------------------------- Tokenizers ----------------------------------------
+BOS, EOS, UNK, HI, USER, ASSISTANT = range(6)
+WORDS = {"<s>": BOS, "</s>": EOS, "<unk>": UNK, "hi": HI, "user": USER, "assistant": ASSISTANT}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+NO_BOS = TEMPLATE.replace("{{ bos_token }}", "")
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path):
+    """Saves a tokenizer of six words that adds `added` around a text; loads it as scripts do."""
+
+    def make(template=None, added="<s> $A", **special):
+        words = tokenizers.Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        ids = [("<s>", BOS), ("</s>", EOS)]
+        words.post_processor = processors.TemplateProcessing(single=added, special_tokens=ids)
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        return common.load_tokenizer(tmp_path / "tokenizer")
+
+    return make
+
+
+def test_load_tokenizer_pads_with_eos_where_there_is_no_padding_token(make_tokenizer):
+    assert make_tokenizer().pad_token_id == EOS
+    assert make_tokenizer(pad_token="<unk>").pad_token_id == UNK
+
+
+def test_load_tokenizer_refuses_what_cannot_end_a_completion(make_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no EOS"):
+        make_tokenizer(eos_token=None)
+    with pytest.raises((ValueError, OSError)):
+        common.load_tokenizer(tmp_path / "nothing here")
+
+
+@pytest.mark.parametrize(
+    "template, prompt, expected",
+    [
+        # The trap: encoding the template's text adds a BOS of its own.
+        (TEMPLATE, "hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "<s> hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "<s> <s> hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "hi </s>", [BOS, USER, HI, EOS, ASSISTANT]),  # the user's own, not dropped
+        (NO_BOS, "hi", [USER, HI, ASSISTANT]),
+        (NO_BOS, "<s> hi", [USER, HI, ASSISTANT]),  # none that the template does not write
+    ],
+)
+def test_a_template_is_applied_once_with_one_bos_at_most(
+    make_tokenizer, template, prompt, expected
+):
+    tokenizer = make_tokenizer(template)
+    assert tokenizer("hi")["input_ids"] == [BOS, HI]
+    assert common.encode_prompt(tokenizer, prompt) == expected
+    message = {"role": "user", "content": prompt}
+    assert common.encode_prompt(tokenizer, [message]) == expected
+    parts = [{"type": "text", "text": prompt[:1]}, {"type": "text", "text": prompt[1:]}]
+    assert common.encode_prompt(tokenizer, [{"role": "user", "content": parts}]) == expected
+    assert message == {"role": "user", "content": prompt}  # the data's row is not changed
+
+
+def test_chat_messages_keep_their_roles_and_order(make_tokenizer):
+    messages = [("user", "hi"), ("assistant", "hi"), ("user", "hi")]
+    messages = [{"role": role, "content": content} for role, content in messages]
+    expected = [BOS, USER, HI, ASSISTANT, HI, USER, HI, ASSISTANT]
+    assert common.encode_prompt(make_tokenizer(TEMPLATE), messages) == expected
+
+
+@pytest.mark.parametrize(
+    "added, text, expected",
+    [
+        ("<s> $A", "hi", [BOS, HI]),
+        ("<s> $A </s>", "hi", [BOS, HI]),  # an EOS would end the text before the completion
+        ("$A </s>", "hi", [HI]),
+        ("$A", "hi", [HI]),
+        ("<s> $A", "<s> hi", [BOS, HI]),
+        ("<s> $A", "<s> <s> hi", [BOS, HI]),
+        ("$A", "<s> <s> hi", [BOS, HI]),
+        ("<s> $A", "hi </s>", [BOS, HI, EOS]),  # the user's own
+        ("<s> $A </s>", "hi </s>", [BOS, HI, EOS]),
+    ],
+)
+def test_without_template_a_string_has_one_bos_at_most(make_tokenizer, added, text, expected):
+    assert common.encode_prompt(make_tokenizer(added=added), text) == expected
+
+
+def test_a_bos_that_is_the_eos_too_is_kept(make_tokenizer):
+    tokenizer = make_tokenizer(added="</s> $A", bos_token="</s>")
+    assert common.encode_prompt(tokenizer, "hi") == [EOS, HI]
+
+
+def test_thinking_is_switched_off_through_the_template(make_tokenizer):
+    template = (
+        TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %} hi{% endif %}"
+    )
+    assert common.encode_prompt(make_tokenizer(template), "hi")[-2:] == [ASSISTANT, HI]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", None])
+def test_other_parts_than_text_raise(make_tokenizer, kind):
+    content = [{"type": "text", "text": "hi"}, {"type": kind, "image": "x.png"}]
+    with pytest.raises(ValueError, match=str(kind)):
+        common.encode_prompt(make_tokenizer(TEMPLATE), [{"role": "user", "content": content}])
+
+
+def test_chat_messages_without_template_raise(make_tokenizer):
+    with pytest.raises(ValueError, match="chat template"):
+        common.encode_prompt(make_tokenizer(), [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_lone_surrogate_raises(make_tokenizer, template):
+    with pytest.raises(ValueError, match="surrogate"):
+        common.encode_prompt(make_tokenizer(template), "hi \ud800")
+
+
+# -------------------------------------- Stops and masks --------------------------------------
+@pytest.mark.parametrize("listed, expected", [(None, {2}), (7, {2, 7}), ([7, 9], {2, 7, 9})])
+def test_stop_ids_are_the_tokenizers_and_the_generation_configs(listed, expected):
+    config = transformers.GenerationConfig(eos_token_id=listed)
+    assert common.stop_token_ids(SimpleNamespace(eos_token_id=2), config) == expected
+
+
+@pytest.mark.parametrize(
+    "ids, stop_ids, kept, ended",
+    [
+        ([5, 7, 9, 0], {2, 7}, [5, 7], True),
+        ([5, 6, 2, 2, 2], {2}, [5, 6, 2], True),
+        ([2, 2], {2}, [2], True),
+        ([5, 6], {2}, [5, 6], False),
+        ([], {2}, [], False),
+    ],
+)
+def test_truncate_at_stop(ids, stop_ids, kept, ended):
+    assert common.truncate_at_stop(ids, stop_ids) == (kept, ended)
+
+
+def test_mask_covers_the_stop_token_though_padding_is_the_same_token():
+    # Engines return rows padded with EOS (2) after the first one, which alone is trained on.
+    rows = [[5, 6, 2, 2, 2], [2, 2], [5, 6, 5, 6, 5]]
+    completions = [common.truncate_at_stop(row, {2})[0] for row in rows]
+    input_ids, mask = common.collate([[8], [8], [8]], completions, pad_id=2)
+    assert input_ids.tolist() == [[8, 5, 6, 2, 2, 2], [8, 2, 2, 2, 2, 2], [8, 5, 6, 5, 6, 5]]
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert mask.dtype == torch.bool
+
+
+def test_mask_leaves_out_prompts_of_different_lengths():
+    input_ids, mask = common.collate([[8, 9, 8], [9]], [[5], [6, 2]], pad_id=0)
+    assert input_ids.tolist() == [[8, 9, 8, 5], [9, 6, 2, 0]]
+    assert mask.int().tolist() == [[0, 0, 1], [1, 1, 0]]  # column t is about input_ids[:, t + 1]
+
+
+# ---------------------------------- Log-probs and entropies ----------------------------------
+class Table(torch.nn.Module):
+    """A language model whose logits depend on the last token alone: row i of the table after i."""
+
+    def __init__(self, rows, dtype=torch.float32):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.as_tensor(rows).to(dtype))
+        self.config = SimpleNamespace(get_text_config=SimpleNamespace)
+
+    def base_model(self, input_ids, **options):
+        one_hot = torch.nn.functional.one_hot(input_ids, len(self.rows)).to(self.rows.dtype)
+        return SimpleNamespace(last_hidden_state=one_hot)
+
+    def get_output_embeddings(self):
+        return SimpleNamespace(weight=self.rows.T)
+
+
+def random_model(kind, **options):
+    """A random model with weights large enough that scales, caps and positions show."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 23}
+    sizes |= {"intermediate_size": 24, "initializer_range": 0.5, "pad_token_id": 0, **options}
+    if kind in ("Llama", "Gemma2", "Cohere", "Granite"):
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
+    if kind in ("GPT2", "GPTJ"):  # by their own names
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 23, "n_positions": 32}
+        sizes |= {"initializer_range": 0.5, "rotary_dim": 4, **options}
+    config = getattr(transformers, f"{kind}Config")(bos_token_id=None, eos_token_id=1, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is not None:  # is made as zeros, which would hide that it is left out
+        torch.nn.init.normal_(bias)
+    return model
+
+
+def naive(model, input_ids, mask, temperature=1.0):
+    """(log-probs, entropies) from all logits of the model's own forward."""
+    logits = model(input_ids=input_ids).logits[:, :-1].float() / temperature
+    logprobs = logits.log_softmax(-1)
+    taken = logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]
+    return taken * mask, torch.distributions.Categorical(logits=logits).entropy() * mask
+
+
+def gradients(model, outputs, weights):
+    """Gradients of a weighted sum of log-probs and entropies in every parameter of the model."""
+    model.zero_grad()
+    pairs = zip(outputs, weights, strict=True)
+    sum((output * weight).sum() for output, weight in pairs if weight is not None).backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("chunk_size", [1, 3, 1000])
+@pytest.mark.parametrize("used", ["both", "log-probs", "entropies"])
+def test_equals_log_softmax_and_gather_in_value_and_gradient(
+    tiny_model, chunk_size, temperature, used
+):
+    torch.manual_seed(0)
+    prompts = [[2, 10, 11, 3], [2, 12, 3]]
+    input_ids, mask = common.collate(prompts, [[10, 11, 5], [12, 13, 14, 15, 5]], pad_id=5)
+    weights = list(torch.randn(2, *mask.shape))
+    if used != "both":
+        weights[used == "log-probs"] = None  # as where a loss uses but one of the two
+    expected = naive(tiny_model, input_ids, mask, temperature)
+    expected_gradients = gradients(tiny_model, expected, weights)
+
+    outputs = common.token_logprobs(tiny_model, input_ids, mask, temperature, chunk_size)
+    for output, value in zip(outputs, expected, strict=True):
+        assert output.dtype == torch.float32 and output.shape == mask.shape
+        assert not output[~mask].any()
+        near(output, value, atol=1e-5)
+    for name, gradient in gradients(tiny_model, outputs, weights).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-4, rtol=1e-4)
+
+
+def test_scores_are_not_shifted_by_one():
+    # P(2) = .9 after 0 and P(1) = .8 after 2; any other alignment reads another number.
+    model = Table([[0.04, 0.06, 0.9], [0.2, 0.3, 0.5], [0.15, 0.8, 0.05]])
+    model.rows.data.log_()
+    logprobs, _ = common.token_logprobs(model, torch.tensor([[0, 2, 1]]), torch.ones(1, 2).bool())
+    near(logprobs[0], torch.tensor([0.9, 0.8]).log())
+
+
+def test_temperature_divides_the_logits():
+    # softmax([2, 1, 0] / .5) = softmax([4, 2, 0]): 4 - log(e^4 + e^2 + 1) = -.1429
+    model, mask = Table([[2.0, 1.0, 0.0]] * 3), torch.tensor([[True]])
+    logprobs = [
+        common.token_logprobs(model, torch.tensor([[0, token]]), mask, 0.5)[0].item()
+        for token in range(3)
+    ]
+    assert logprobs == pytest.approx([-0.1429, -2.1429, -4.1429], abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, NAN])
+def test_a_temperature_that_is_not_positive_raises(temperature):
+    model, ids = Table([[0.0, 0.0]] * 2), torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="temperature"):
+        common.token_logprobs(model, ids, torch.tensor([[True]]), temperature)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])  # rotary and learned positions
+def test_a_row_scores_the_same_alone_and_padded(kind):
+    model = random_model(kind)
+    prompts, completions = [[3, 4], [5, 6, 7]], [[8, 9, 1], [8, 7, 6, 5, 4, 3, 1]]
+    together = common.token_logprobs(model, *common.collate(prompts, completions, pad_id=1))
+    for row, pair in enumerate(zip(prompts, completions, strict=True)):
+        alone = common.token_logprobs(model, *common.collate([pair[0]], [pair[1]], pad_id=1))
+        for padded, expected in zip(together, alone, strict=True):
+            width = expected.shape[1]
+            near(padded[row, :width], expected[0], atol=1e-5)
+            assert not padded[row, width:].any()
+
+
+def test_bfloat16_logits_are_cast_before_the_log_softmax():
+    # In bfloat16, log(32,000) = 10.4 has a spacing of 1/16: values are off by hundredths of a nat.
+    torch.manual_seed(0)
+    model = Table(torch.randn(2, 32_000), torch.bfloat16)
+    input_ids = torch.tensor([[0, 1, 0, 1]])
+    outputs = common.token_logprobs(model, input_ids, torch.ones(1, 3).bool(), chunk_size=2)
+    expected = model.rows.detach().double().log_softmax(-1)
+    taken = expected[input_ids[0, :-1], input_ids[0, 1:]]
+    entropy = -(expected.exp() * expected).sum(-1)[input_ids[0, :-1]]
+    for output, value in zip(outputs, (taken, entropy), strict=True):
+        assert output.dtype == torch.float32
+        near(output[0].double(), value, atol=1e-4)
+    # d log p_y / dz = onehot(y) - p, added up over the three positions: 0 -> 1, 1 -> 0, 0 -> 1.
+    outputs[0].sum().backward()
+    gradient = -expected.exp() * torch.tensor([[2.0], [1.0]])
+    gradient[0, 1] += 2
+    gradient[1, 0] += 1
+    assert model.rows.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(model.rows.grad.double(), gradient, rtol=0.02, atol=1e-6)
+
+
+def test_an_empty_mask_gives_zeros_and_zero_gradients(tiny_model):
+    input_ids, mask = torch.tensor([[2, 10, 3, 11]]), torch.zeros(1, 3).bool()
+    outputs = common.token_logprobs(tiny_model, input_ids, mask)
+    assert [output.tolist() for output in outputs] == [[[0, 0, 0]]] * 2
+    # All processes must have a gradient to reduce: zero, and not None.
+    for gradient in gradients(tiny_model, outputs, [1.0, 1.0]).values():
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize(
+    "logits, entropy",
+    [
+        ([0.7] * 5, math.log(5)),  # uniform over 5
+        ([0.0, 1e4, 0.0], 0.0),  # one-hot
+        ([1.0, 0.0], 0.582),  # the two-armed bandit's (.731, .269)
+    ],
+)
+def test_entropy(logits, entropy):
+    model = Table([logits] * len(logits))
+    outputs = common.token_logprobs(model, torch.tensor([[0, 1]]), torch.tensor([[True]]), 1.0)
+    assert outputs[1].item() == pytest.approx(entropy, abs=5e-4)
+    sum(output.sum() for output in outputs).backward()
+    assert model.rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.01, 2.0])  # the flags' limits
+def test_logits_of_hundreds_stay_finite(temperature):
+    model = Table([[300.0, -300.0, 0.0]] * 3)
+    outputs = common.token_logprobs(
+        model, torch.tensor([[0, 1]]), torch.tensor([[True]]), temperature
+    )
+    assert outputs[0].item() == pytest.approx(-600 / temperature)  # the logits' difference
+    assert outputs[1].item() == pytest.approx(0, abs=1e-6)
+    sum(output.sum() for output in outputs).backward()
+    near(model.rows.grad[0], torch.tensor([-1.0, 1.0, 0.0]) / temperature)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("Gemma2", {"final_logit_softcapping": 2.0}),
+        ("Cohere", {"logit_scale": 3.0}),
+        ("Granite", {"logits_scaling": 0.25}),
+        ("Granite", {"logits_scaling": 4.0}),
+        ("GPTJ", {}),  # its head and Phi's have a bias
+        ("Phi", {}),
+        ("Llama", {}),
+    ],
+)
+def test_logits_are_scaled_capped_and_shifted_as_by_the_model(kind, options):
+    model = random_model(kind, **options)
+    common.check_logits(model)
+    input_ids, mask = torch.randint(23, (2, 9)), torch.ones(2, 8).bool()
+    weights, expected = torch.randn(2, 2, 8), naive(model, input_ids, mask, 0.7)
+    outputs = common.token_logprobs(model, input_ids, mask, 0.7, chunk_size=5)
+    for output, value in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, value, atol=1e-4, rtol=1e-4)
+    right = gradients(model, expected, weights)
+    for name, gradient in gradients(model, outputs, weights).items():
+        torch.testing.assert_close(gradient, right[name], atol=2e-3, rtol=1e-3)
+
+
+def test_a_model_that_computes_other_logits_is_refused():
+    model = random_model("Llama")
+    own = model.forward
+
+    def forward(**inputs):
+        outputs = own(**inputs)
+        outputs.logits = 1.1 * outputs.logits
+        return outputs
+
+    model.forward = forward
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not supported"):
+        common.check_logits(model)
+
+
+# --------------------------------------- KL and weights --------------------------------------
+@pytest.mark.parametrize(
+    "x, value, slope",
+    [
+        (0.0, 1.0, 1.0),
+        (math.log(1.5), 1.5, 1.5),
+        (-200.0, 0.0, 0.0),
+        (19.0, math.exp(19), math.exp(19)),
+        (25.0, 6 * math.exp(20), math.exp(20)),  # the tangent at 20: e^20 (1 + 25 - 20)
+        (1e5, (1e5 - 19) * math.exp(20), math.exp(20)),
+    ],
+)
+def test_bounded_exp_is_exp_and_from_20_on_its_tangent(x, value, slope):
+    x = torch.tensor(x).requires_grad_()
+    found = common.bounded_exp(x)
+    found.backward()
+    assert found.item() == pytest.approx(value, rel=1e-4)
+    assert x.grad.item() == pytest.approx(slope, rel=1e-4)
+
+
+LOGITS = torch.tensor([0.3, -0.2], dtype=torch.float64)  # of a policy with two actions
+REFERENCE = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]), ("k3", [0.1065, 0.7183])],
+)
+def test_kl_estimates(kind, expected):
+    # d = .5 and -1: k2 = d²/2, k3 = exp(-d) - 1 + d, so exp(-.5) - .5 and exp(1) - 2
+    values = common.kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), kind)
+    near(values, expected, atol=1e-4)
+
+
+def test_an_unknown_kl_estimator_raises():
+    with pytest.raises(ValueError, match="k4"):
+        common.kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        # π = (.6225, .3775), d = (.4423, -.4634), KL = .1004: π_0 (d_0 - KL) = .2128, and k2's is
+        # that. k3's gradient in logp is 1 - exp(-d) = 1 - ref/π; weighed with π: π - ref = .2225.
+        ("k1", 0.0),
+        ("k2", 0.2128),
+        ("k3", 0.2225),
+    ],
+)
+def test_expected_gradients_of_the_kl_estimates_as_a_loss(kind, expected):
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    values = common.kl_estimate(logprobs, REFERENCE, kind)
+    found = torch.autograd.grad((logprobs.exp().detach() * values).sum(), logits, retain_graph=True)
+    near(found[0], [expected, -expected], atol=1e-4)
+    if kind == "k2":
+        exact = torch.autograd.grad((logprobs.exp() * (logprobs - REFERENCE)).sum(), logits)
+        near(found[0], exact[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_have_the_kl_as_their_mean(kind):
+    logprobs = LOGITS.log_softmax(0)
+    mean = (logprobs.exp() * common.kl_estimate(logprobs, REFERENCE, kind)).sum()
+    assert mean.item() == pytest.approx(0.1004, abs=1e-4)
+
+
+@pytest.mark.parametrize("distance", [100.0, 1e5])
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_kl_estimates_stay_finite_however_far_the_reference_is(kind, distance, sign):
+    logprobs = torch.tensor([0.0]).requires_grad_()
+    value = common.kl_estimate(logprobs, torch.tensor([sign * distance]), kind)
+    value.sum().backward()
+    assert value.isfinite().all() and (value > 0).all()
+    # Descent moves logp towards the reference: k2's gradient is d, k3's 1 - exp(-d).
+    assert logprobs.grad.isfinite().all() and logprobs.grad.sign() == -sign
+
+
+def test_rollout_weights_are_capped_detached_and_blind_to_what_is_masked():
+    ratios = torch.tensor([[0.5, 1.0, 3.0, 1.0, 1.0, 1.0]]).log()
+    old = torch.tensor([[-1.0, -1.0, -1.0, NAN, INF, -INF]]).requires_grad_()
+    mask = torch.tensor([[True, True, True, False, False, False]])
+    weights = common.rollout_correction(old, old.detach() - ratios, mask, cap=2.0)
+    near(weights, [[0.5, 1.0, 2.0, 0.0, 0.0, 0.0]])
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("engine, weight", [(-200.0, 2.0), (200.0, 0.0)])
+def test_rollout_weights_are_finite_however_far_the_engine_is(engine, weight):
+    mask = torch.tensor([[True]])
+    weights = common.rollout_correction(torch.zeros(1, 1), torch.tensor([[engine]]), mask, 2.0)
+    assert weights.item() == pytest.approx(weight)
+
+
+def test_rollout_weights_make_the_engines_samples_unbiased():
+    trainer, engine = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.5, 0.3, 0.2])
+    mask = torch.ones(1, 3).bool()
+    weights = common.rollout_correction(trainer.log()[None], engine.log()[None], mask, cap=3.0)[0]
+    values = torch.tensor([5.0, -1.0, 2.0])
+    assert (engine * weights * values).sum().item() == pytest.approx(1.7, abs=1e-5)  # 1 - .3 + 1
+
+
+# ------------------------------------------ Sampling -----------------------------------------
+STOP = 5
+
+
+@pytest.fixture
+def prompts(tokenizer):
+    return [common.encode_prompt(tokenizer, text) for text in ("1+1=?", "9+8-7+6=?", "2+3-1=?")]
+
+
+def sample(model, prompts, seeds, temperature=1.0, max_tokens=12, stop_ids=(STOP,)):
+    return common.sample(model, prompts, seeds, temperature, max_tokens, set(stop_ids))
+
+
+def same(found, expected):
+    """Whether two results have the same tokens, with log-probs equal but for rounding."""
+    tokens = [ids for ids, _ in found] == [ids for ids, _ in expected]
+    pairs = zip(found, expected, strict=True)
+    return tokens and all(a == pytest.approx(b, abs=1e-4) for (_, a), (_, b) in pairs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rows_samples_do_not_depend_on_the_rows_beside_it(tiny_model, prompts, temperature):
+    rows, seeds = [prompt for prompt in prompts for _ in range(3)], list(range(9))
+    together = sample(tiny_model, rows, seeds, temperature)
+    if temperature:
+        assert len({tuple(ids) for ids, _ in together[:3]}) > 1  # a seed is a sample of its own
+    assert same(sample(tiny_model, rows[::-1], seeds[::-1], temperature)[::-1], together)
+    for row in range(9):
+        alone = sample(tiny_model, rows[row : row + 1], seeds[row : row + 1], temperature)
+        assert same(alone, together[row : row + 1])
+    repeated = sample(tiny_model, [prompts[0]] * 3, [7, 7, 7], temperature)
+    assert same(repeated[1:], repeated[:1] * 2)
+    assert sample(tiny_model, [], [], temperature) == []
+
+
+def test_samples_do_not_depend_on_how_many_rows_fit_in_a_part(tiny_model, prompts, monkeypatch):
+    # 32,768 positions a part: with 20,000 new tokens allowed, one row each. All tokens stop.
+    everything = range(86)
+    whole = sample(tiny_model, prompts, [1, 2, 3], max_tokens=1, stop_ids=everything)
+    parts, original = [], common._sample
+    monkeypatch.setattr(common, "_sample", lambda *a: parts.append(len(a[1])) or original(*a))
+    for most, sizes in [(20_000, [1, 1, 1]), (40_000, [1, 1, 1]), (16_000, [2, 1])]:
+        parts.clear()
+        found = sample(tiny_model, prompts, [1, 2, 3], max_tokens=most, stop_ids=everything)
+        assert same(found, whole) and parts == sizes
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_sampled_logprobs_are_those_of_token_logprobs(tiny_model, prompts, temperature):
+    rows = prompts * 6
+    completions, logprobs = zip(*sample(tiny_model, rows, range(18), temperature), strict=True)
+    assert {len(row) < 12 for row in completions} == {True, False}  # ended and cut ones
+    input_ids, mask = common.collate(rows, completions, pad_id=0)
+    expected, _ = common.token_logprobs(tiny_model, input_ids, mask, temperature)
+    near(torch.tensor(sum(logprobs, [])), expected[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("stop_ids", [{5}, {5, 10, 11, 12}])
+def test_completions_end_with_their_first_stop_token_or_are_cut(tiny_model, prompts, stop_ids):
+    found = sample(tiny_model, prompts * 8, range(24), stop_ids=stop_ids)
+    for ids, logprobs in found:
+        assert not stop_ids & set(ids[:-1]) and len(ids) == len(logprobs)
+        assert ids[-1] in stop_ids or len(ids) == 12
+    assert {ids[-1] for ids, _ in found} & stop_ids
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_tokens_come_as_often_as_the_softmax_has_it(temperature):
+    # 4,000 seeds in a row, two tokens each. A frequency is off by 5 of its standard deviations
+    # (p (1 - p) / n)^.5 once in two million, so none of the 23 and 23^2 is, but for 1 in 3,600.
+    model, count = random_model("Llama", initializer_range=0.3), 4000
+    found = sample(model, [[3, 4]] * count, range(count), temperature, max_tokens=2, stop_ids={1})
+    with torch.no_grad():
+        first = (model(torch.tensor([[3, 4]])).logits[0, -1].double() / temperature).softmax(0)
+        pairs = torch.tensor([[3, 4, token] for token in range(23)])
+        second = (model(pairs).logits[:, -1].double() / temperature).softmax(1)
+    joint = torch.zeros(23, 23, dtype=torch.float64)
+    for ids, _ in found:
+        joint[ids[0], ids[-1]] += 1 / count  # what stops at once is [1] and counted at (1, 1)
+    second[1] = torch.nn.functional.one_hot(torch.tensor(1), 23)
+    for frequency, p in [(joint.sum(1), first), (joint, first[:, None] * second)]:
+        assert ((frequency - p).abs() <= 5 * (p * (1 - p) / count) ** 0.5 + 1 / count).all()
+
+
+def test_samples_are_drawn_from_the_whole_vocabulary():
+    # Nearly uniform over 100 tokens, each is missing from 3,000 samples with probability e^-30.
+    # generate() has a top-k of 50 where none is given.
+    model = random_model("Llama", vocab_size=100, initializer_range=1e-3)
+    found = sample(model, [[3, 4]] * 3000, range(3000), max_tokens=1)
+    assert {ids[0] for ids, _ in found} == set(range(100))
+
+
+def test_the_checkpoints_sampling_settings_do_not_leak(tiny_model, prompts):
+    rows, seeds = prompts * 2, range(6)
+    expected = [sample(tiny_model, rows, seeds, temperature) for temperature in (0.0, 1.0)]
+    settings = {"do_sample": True, "top_k": 1, "repetition_penalty": 5.0, "temperature": 0.1}
+    settings |= {"eos_token_id": 7, "min_new_tokens": 11, "suppress_tokens": [10, 11, 12]}
+    for temperature, right in zip((0.0, 1.0), expected, strict=True):
+        tiny_model.generation_config = transformers.GenerationConfig(**settings)
+        assert same(sample(tiny_model, rows, seeds, temperature), right)
+
+
+def test_temperature_0_takes_the_argmax_whatever_the_seed(tiny_model, prompts):
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 12 and ids[-1] != STOP:
+            ids.append(tiny_model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        expected.append(ids[len(prompt) :])
+    assert expected[0] != expected[1]
+    for seeds in ([0, 1, 2], [9, 9, 9]):
+        assert [ids for ids, _ in sample(tiny_model, prompts, seeds, 0.0)] == expected
