@@ -473,7 +473,8 @@ class RewardModel:
     """reward(prompt, completion, answer) by --reward-model: its value of the last token."""
 
     def __init__(self, args, device, dtype):
-        self.tokenizer = common.load_tokenizer(args.reward_model)
+        with explain(f"--reward-model {args.reward_model}"):
+            self.tokenizer = common.load_tokenizer(args.reward_model)
         self.model = Critic(args, dtype).to(device).eval()
 
     @torch.no_grad()

@@ -1,0 +1,222 @@
+"""The lecture's claims, each as runs on the built-in task and one picture.
+
+    python benchmarks/lecture.py                   # all of them: about 40 minutes on two cores
+    python benchmarks/lecture.py baseline clip     # some
+    python benchmarks/lecture.py --draw            # no run: pictures and results/README.md again
+
+Each setting of a claim is run with several seeds, two runs at a time, one thread each. A reward or
+an engine is edited the way a user does it: the script is copied beside common.py, and a line of the
+copy is replaced. What is compared, and at which step, stands in lecture_claims.py, and stood there
+before the seeds were run. results/lecture/<claim>.jsonl gets a line for each run. Two settings are
+called apart where the ranges of their seeds do not touch; nothing more is claimed of so few.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from lecture_claims import CLAIMS, RECORD
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+NAMES = {
+    "eval/accuracy": "held-out accuracy",
+    "critic/explained_variance": "critic's explained variance",
+    "generation/length": "completion length (tokens)",
+    "reward/mean": "mean reward of the samples",
+    "kl/mean": "KL to the first model (nats a token)",
+    "worked": "share of samples with a worked step",
+    "rambling": "share of rambling samples",
+}
+
+
+def run(claim, label, seed):
+    """One run: {"setting", "seed", "rows": metrics by step, "samples": two before and after}."""
+    script, flags, edits = claim["settings"][label]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "common.py", folder)
+        shutil.copytree(ROOT / "tiny", Path(folder, "tiny"))
+        text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+        for old, new in (RECORD | edits).items():
+            if text.count(old) != 1:
+                raise ValueError(f"{script}.py has this line {text.count(old)} times: {old}")
+            text = text.replace(old, new)
+        Path(folder, f"{script}.py").write_text(text, encoding="utf-8")
+        command = [sys.executable, f"{script}.py", "--rollout-engine", "transformers"]
+        command += ["--output-dir", "run", "--seed", str(seed), "--steps", str(claim["steps"])]
+        command += f"--save-every 1000 {claim['flags']} {flags}".split()
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode and "--mismatch-limit" not in done.stderr:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        rows = [json.loads(line) for line in open(Path(folder, "run", "metrics.jsonl"))]
+        samples = [json.loads(line) for line in open(Path(folder, "run", "samples.jsonl"))]
+        if claim["metric"] in ("worked", "rambling"):
+            add_shares(rows, Path(folder, "completions.jsonl"))
+    keep = ["step", "eval/accuracy", "reward/mean", "generation/length", "policy/entropy"]
+    keep += ["policy/clip_frac", "kl/mean", "critic/explained_variance", "worked", "rambling"]
+    keep += ["engine/mismatch", "time/step"]
+    rows = [{k: round(row[k], 5) for k in keep if k in row} for row in rows]
+    samples = [
+        {k: (s[k][:2] if k == "completions" else s[k]) for k in ("step", "prompt", "completions")}
+        for s in (samples[0], samples[-1])
+    ]
+    return {"setting": label, "seed": seed, "rows": rows, "samples": samples}
+
+
+def add_shares(rows, path):
+    """Adds to each row the shares of its step's samples that work a step, or ramble. The file has
+    each scored completion: one try, the held-out ones of step 0, then those of each step."""
+    texts = [json.loads(line) for line in open(path)]
+    held_out = 200
+    count = (len(texts) - 1 - 2 * held_out) // len(rows)
+    for row in rows:
+        start = 1 + held_out + row["step"] * count + (held_out if row is rows[-1] else 0)
+        part = texts[start : start + count]
+        row["worked"] = sum("=" in text for text in part) / count
+        row["rambling"] = sum(".." in text for text in part) / count
+
+
+def value(claim, record):
+    """What is compared of one run: the metric in the row of its step, or averaged over steps. A
+    run that was stopped before has its last value."""
+    first, last = claim["at"] if isinstance(claim["at"], tuple) else (claim["at"], claim["at"])
+    rows = [row for row in record["rows"] if claim["metric"] in row]
+    inside = [row for row in rows if first <= row["step"] <= last] or rows[-1:]
+    return sum(row[claim["metric"]] for row in inside) / len(inside)
+
+
+def numbers(claim, records):
+    """{setting: (mean, lowest, highest, runs)} of what is compared."""
+    found = defaultdict(list)
+    for record in records:
+        found[record["setting"]].append(value(claim, record))
+    return {k: (sum(v) / len(v), min(v), max(v), len(v)) for k, v in found.items()}
+
+
+def says(claim, records):
+    """The claim's sentence with its numbers, and whether ranges touch, filled in."""
+    found = numbers(claim, records)
+
+    def fill(match):
+        first, _, second = match[1].partition(" | ")
+        if not second:
+            mean, low, high, _ = found[first]
+            return f"{mean:.2f} ({low:.2f}–{high:.2f})"
+        (_, a, b, runs), (_, c, d, _) = found[first], found[second]
+        where = "beyond" if b < c or d < a else "within"
+        return f"{first} against {second}: {where} the spread of {runs} seeds"
+
+    return re.sub(r"\[([^\]]+)\]", fill, claim["says"])
+
+
+def draw(claim, records):
+    """The claim's picture: a curve for each setting, shaded from the lowest seed to the highest."""
+    panels = [claim["metric"], *claim.get("beside", [])]
+    size = (5.2 * len(panels), 3.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+    for axis, metric in zip(axes[0], panels, strict=True):
+        for number, label in enumerate(claim["settings"]):
+            points = defaultdict(list)
+            for record in records:
+                for row in record["rows"]:
+                    if record["setting"] == label and metric in row:
+                        points[row["step"]].append(row[metric])
+            steps = sorted(points)
+            mean = [sum(points[step]) / len(points[step]) for step in steps]
+            axis.plot(steps, mean, color=f"C{number}", label=label, linewidth=1.8)
+            low, high = [min(points[s]) for s in steps], [max(points[s]) for s in steps]
+            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+        axis.set(xlabel="step", ylabel=NAMES[metric])
+        axis.grid(alpha=0.3)
+        if metric == claim["metric"]:
+            first, last = claim["at"] if isinstance(claim["at"], tuple) else (claim["at"],) * 2
+            axis.axvspan(first - 0.15, last + 0.15, color="grey", alpha=0.25, linewidth=0)
+    figure.suptitle(claim["title"], fontsize=11)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(RESULTS / "lecture" / f"{claim['name']}.png", dpi=110)
+    plt.close(figure)
+
+
+def section(claim, records):
+    """The claim's part of results/README.md."""
+    metric, at = NAMES[claim["metric"]], claim["at"]
+    at = f"steps {at[0]} to {at[1]}" if isinstance(at, tuple) else f"step {at}"
+    lines = [f"### {claim['title']}", "", claim["lecture"], ""]
+    lines += [f"![{claim['title']}](lecture/{claim['name']}.png)", ""]
+    runs = next(iter(numbers(claim, records).values()))[3]
+    lines += [f"| setting | {metric}, {at}: mean (lowest–highest of {runs} seeds) | command |"]
+    lines += ["|---|---|---|"]
+    for label, (mean, low, high, _) in numbers(claim, records).items():
+        script, flags, edits = claim["settings"][label]
+        command = " ".join(f"python {script}.py {claim['flags']} {flags}".split())
+        edited = " †" if edits else ""
+        lines += [f"| {label} | {mean:.3f} ({low:.3f}–{high:.3f}) | `{command}`{edited} |"]
+    lines += ["", says(claim, records), ""]
+    for label in claim.get("look", []):
+        record = next(r for r in records if r["setting"] == label and r["seed"] == 0)
+        for when, sample in zip(("before", "after"), record["samples"], strict=True):
+            texts = "  ".join(f"`{text}`" for text in sample["completions"])
+            lines += [f"{label}, {when}: `{sample['prompt']}` → {texts}", ""]
+    return "\n".join(lines)
+
+
+def read(claim):
+    """The stored runs of a claim, [] where it was never run."""
+    path = RESULTS / "lecture" / f"{claim['name']}.jsonl"
+    return [json.loads(line) for line in open(path)] if path.exists() else []
+
+
+def write_readme():
+    """Puts the claims' sections between the marks of results/README.md."""
+    path = RESULTS / "README.md"
+    begin, end = "<!-- claims: made by benchmarks/lecture.py -->", "<!-- end of claims -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    parts = [section(claim, read(claim)) for claim in CLAIMS if read(claim)]
+    path.write_text(f"{before}{begin}\n\n" + "\n".join(parts) + f"\n{end}{after}", encoding="utf-8")
+
+
+def main():
+    wanted = [name for name in sys.argv[1:] if name != "--draw"]
+    unknown = set(wanted) - {claim["name"] for claim in CLAIMS}
+    if unknown:
+        sys.exit(f"error: no claim {sorted(unknown)}; there are {[c['name'] for c in CLAIMS]}")
+    for claim in CLAIMS:
+        if "--draw" not in sys.argv and (not wanted or claim["name"] in wanted):
+            jobs = [(c, s) for c in claim["settings"] for s in range(claim["seeds"])]
+            with ThreadPoolExecutor(2) as pool:
+                records = list(pool.map(lambda job, claim=claim: run(claim, *job), jobs))
+            path = RESULTS / "lecture" / f"{claim['name']}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            path.write_text(text, encoding="utf-8")
+        if records := read(claim):
+            draw(claim, records)
+            for label, (mean, low, high, _) in numbers(claim, records).items():
+                print(
+                    f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})", flush=True
+                )
+    write_readme()
+
+
+if __name__ == "__main__":
+    main()
