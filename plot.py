@@ -20,12 +20,12 @@ PANELS = {
     "eval/accuracy": "held-out accuracy (greedy)",
     "policy/entropy": "entropy (nats per token)",
     "generation/length": "completion length (tokens)",
-    "kl/mean": "KL to the reference (nats per token)",
+    "kl/mean": "KL to the first model (nats per token)",
     "policy/clip_frac": "fraction of tokens clipped",
     "critic/explained_variance": "critic's explained variance",
 }
 # What runs may differ in and still be averaged.
-SAME_RUN = {"seed", "output_dir", "resume", "processes", "track"}
+SAME_RUN = {"seed", "output_dir", "resume", "track"}
 
 
 def read_rows(run_dir):
@@ -42,14 +42,13 @@ def read_rows(run_dir):
 def read_labels(run_dirs):
     """The script of each run, and its flags that another run of the script has otherwise."""
     saved = [json.loads((Path(run_dir) / "args.json").read_text()) for run_dir in run_dirs]
-    saved = [next(iter(each.items())) for each in saved]  # the script and its flags
-    runs = [{"script": script, **args} for script, args in saved]
-    runs = [{k: v for k, v in run.items() if k not in SAME_RUN} for run in runs]
+    runs = [next(iter(each.items())) for each in saved]  # the script and its flags
     labels = []
-    for run in runs:
-        others = [other for other in runs if other["script"] == run["script"]]
-        own = [f"{k}={run[k]}" for k in run if any(other.get(k) != run[k] for other in others)]
-        labels.append(" ".join([run["script"], *own]))
+    for script, args in runs:
+        others = [other for name, other in runs if name == script]
+        differ = [k for k in args if any(other.get(k) != args[k] for other in others)]
+        own = [f"{k}={'off' if args[k] == 1e9 else args[k]}" for k in differ if k not in SAME_RUN]
+        labels.append(" ".join([script, *own]))
     return labels
 
 
@@ -62,7 +61,8 @@ def draw(run_dirs, path):
     used = [key for key in PANELS if any(row.get(key) is not None for row in rows)]
     columns = min(3, len(used))
     lines = -(-len(used) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False)
+    size = (4.6 * columns, 3.2 * lines + 0.6)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
     colors = {label: f"C{number}" for number, label in enumerate(groups)}  # the same in all panels
     for axis, key in zip(axes.flat, used, strict=False):
         for label, runs in groups.items():
@@ -71,8 +71,6 @@ def draw(run_dirs, path):
                 if row.get(key) is not None:
                     points[row["step"]].append(row[key])
             steps = sorted(points)
-            if not steps:
-                continue
             mean = [sum(points[s]) / len(points[s]) for s in steps]
             name = f"{label} ({len(runs)} runs)" if len(runs) > 1 else label
             marker = "o" if key == "eval/accuracy" else ""
@@ -88,8 +86,12 @@ def draw(run_dirs, path):
             axis.set_ylim(max(-1.0, axis.get_ylim()[0]), 1.02)
     for axis in axes.flat[len(used) :]:
         axis.axis("off")
-    axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    place = {"loc": "lower center", "ncols": min(4, len(labels)), "frameon": False}
+    figure.legend(handles, labels, fontsize=9, **place)  # below the panels, over no curve
+    if len(run_dirs) > 1:
+        figure.suptitle(f"{len(run_dirs)} runs")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
