@@ -7,22 +7,13 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    Policy,
-    Recorder,
-    flat_gradient,
-    make_batch,
-    near,
-    plain_logprobs,
-)
+from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, near, plain_logprobs
 from transformers import AutoConfig, LlamaForSequenceClassification
 
 import common
 import ppo
 
 NAN, INF = math.nan, math.inf
-CPU = torch.device("cpu")
 
 
 def row(*values):
@@ -34,17 +25,12 @@ def real(*mask):
 
 
 # ------------------------------------------- Rewards --------------------------------------------
-def test_the_score_stands_on_the_last_token():
+def test_the_score_is_on_the_last_token_and_the_kl_on_each():
     # Not on the slot after it, and not in the last column; prompt columns may come first.
-    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
-    found = ppo.shaped_rewards(torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3, 5), mask, 0.1)
-    near(found, [[0, 0, 1, 0, 0], [0, 2, 0, 0, 0], [0, 0, 0, 0, 3]])
-
-
-def test_the_kl_is_taken_from_every_token_and_from_no_other():
-    kl = row(9.0, 0.5, -1.0, 2.0, NAN)
-    found = ppo.shaped_rewards(torch.tensor([1.0]), kl, real(0, 1, 1, 1, 0), 0.1)
-    near(found, row(0.0, -0.05, 0.1, 1 - 0.2, 0.0))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 0]]).bool()
+    kl = torch.tensor([[0.0, 0, 0, 0, 0], [9, 0, 9, 9, NAN], [9, 0.5, -1, 2, NAN]])
+    found = ppo.shaped_rewards(torch.tensor([1.0, 2.0, 3.0]), kl, mask, 0.1)
+    near(found, [[0, 0, 1, 0, 0], [0, 2, 0, 0, 0], [0, -0.05, 0.1, 3 - 0.2, 0]])
 
 
 # --------------------------------------------- GAE ----------------------------------------------
@@ -76,18 +62,8 @@ def test_gae(rewards, values, mask, gamma, lam, advantages):
     found, returns = ppo.gae(rewards, values, mask, gamma, lam)
     near(found, row(*advantages))
     near(returns, torch.where(mask, found + values, 0.0))  # what the critic is fitted to
-
-
-def test_the_critics_targets_at_lam_1_are_the_returns():
-    rewards, values = row(0.0, 0.0, 3.0), row(0.2, -7.0, 0.6)
-    _, returns = ppo.gae(rewards, values, real(1, 1, 1), 1.0, 1.0)
-    near(returns, row(3.0, 3.0, 3.0))  # whatever the critic says
-
-
-def test_gae_has_the_papers_defaults():
-    inputs = row(0.0, 0.0, 1.0), row(0.2, 0.4, 0.6), real(1, 1, 1)
-    near(ppo.gae(*inputs)[0], row(0.751, 0.58, 0.4))
-    assert (ppo.Args().gamma, ppo.Args().lam) == (1.0, 0.95)
+    if (gamma, lam) == (1.0, 0.95):
+        near(ppo.gae(rewards, values, mask)[0], found)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -170,20 +146,10 @@ def test_explained_variance(values, returns, explained):
 
 
 # ------------------------------------------ The penalty -----------------------------------------
-@pytest.mark.parametrize(
-    ("kl", "beta"),
-    [
-        (0.0, 1.0),
-        (0.019, 1.0),
-        (0.021, 2.0),  # 0.03 / 1.5 = 0.02
-        (0.03, 2.0),
-        (0.044, 2.0),
-        (0.046, 4.0),  # 0.03 * 1.5 = 0.045
-        (9.0, 4.0),
-    ],
-)
-def test_beta_follows_the_kl(kl, beta):
-    assert ppo.update_beta(2.0, kl, 0.03) == beta
+def test_beta_follows_the_kl():
+    # 0.03 / 1.5 = 0.02 and 0.03 * 1.5 = 0.045
+    kls = [0.0, 0.019, 0.021, 0.03, 0.044, 0.046, 9.0]
+    assert [ppo.update_beta(2.0, kl, 0.03) for kl in kls] == [1, 1, 2, 2, 2, 4, 4]
 
 
 def test_penalty_loss():
@@ -240,25 +206,9 @@ def expected_gradient(policy, values, lam):
 def test_with_the_exact_critic_the_expected_gradient_is_exact(lam):
     policy = Policy()
     near(expected_gradient(policy, exact_values(policy), lam), policy.exact_gradient())
-
-
-def test_at_lam_1_a_wrong_critic_is_only_noise():
-    policy = Policy()
     wrong = torch.tensor([[2.0, [1.0, -3.0, 5.0][c[0]]] for c in policy.completions]).double()
-    near(expected_gradient(policy, wrong, 1.0), policy.exact_gradient())
-
-
-def test_at_lam_0_a_wrong_critic_biases_the_gradient():
-    # V = 0: a token is credited with its own reward alone, so of the first tokens only the one that
-    # stops earns anything. Its logits' gradient is p (c - sum p c) with c = (R(stop), 0, 0).
-    policy = Policy()
-    found = expected_gradient(policy, torch.zeros(7, 2, dtype=torch.float64), 0.0)
-    exact = policy.exact_gradient()
-    p = policy.tables[0].detach().softmax(0)
-    c = torch.stack([policy.rewards[0], *torch.zeros(2, dtype=torch.float64)])
-    near(found[:3], p * (c - (p * c).sum()))
-    assert (found[:3] - exact[:3]).norm() > 0.1
-    near(found[3:], exact[3:])  # the last tokens lack nothing
+    bias = (expected_gradient(policy, wrong, lam) - policy.exact_gradient()).norm()
+    assert bias < 1e-6 if lam == 1 else bias > 0.01  # at lam 1 a wrong critic is only noise
 
 
 # ------------------------------------------ The models ------------------------------------------
@@ -298,7 +248,7 @@ def test_the_reward_model_scores_the_prompt_the_completion_and_eos(classifier, t
     ids = common.encode_prompt(tokenizer, "1+1=?") + tokenizer("2 is it")["input_ids"] + [5]
     assert tokenizer.eos_token_id == 5
     expected = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
-    found = ppo.RewardModel(args, CPU, torch.float32)("1+1=?", "2 is it", "unused")
+    found = ppo.RewardModel(args, torch.device("cpu"), torch.float32)("1+1=?", "2 is it", "unused")
     assert isinstance(found, float) and found == pytest.approx(expected, abs=1e-5)
 
 
@@ -363,17 +313,6 @@ def test_at_lam_1_an_update_is_actor_critic(tiny_model, critic, batch, objective
     right = -mean_of_means(advantages, mask).item()  # at the ratio 1
     assert metrics["loss/policy"] == pytest.approx(right, abs=1e-5)
     assert metrics["policy/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("eps, moved", [(0.0, True), (0.5, False)])
-def test_the_value_clip_flag_takes_gradients_away(tiny_model, critic, batch, eps, moved):
-    # All values are 1 above the old ones and 1 below their targets: clipped, and constant.
-    batch["old_values"] = batch["old_values"] - 1
-    batch["returns"] = batch["old_values"] + 2
-    recorders = (Recorder(tiny_model), Recorder(critic))
-    run_update((tiny_model, critic), recorders, batch, value_clip_eps=eps)
-    norm = recorders[1].gradients[0].norm().item()
-    assert norm > 0.1 if moved else norm == 0.0
 
 
 def test_the_entropy_bonus_is_a_gradient_of_the_entropy(tiny_model, critic, batch):

@@ -63,14 +63,16 @@ def test_reward(completion, answer, expected):
     assert found == expected and isinstance(found, float)
 
 
-@pytest.mark.parametrize("form", ["#### {}", "The answer is {}", r"$\boxed{{{}}}$"])
-@pytest.mark.parametrize(
-    "answer", ["72", "-5", "1,000", "0.00001", r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1"]
-)
+@pytest.mark.parametrize("form", ["#### {}", "The answer is {}.", "{}", r"\boxed{{{}}}"])
+@pytest.mark.parametrize("answer", ["72", "-5", "1,000", "0.00001", "10^5", "$5", "12 hours"])
 def test_an_answer_as_the_data_has_it_scores_1(form, answer):
-    if "\\" in answer or "x" in answer:  # is asked for in LaTeX's signs
-        form = form if "$" in form else form.replace("{}", "${}$")
     assert grpo.reward("", form.format(answer), answer) == 1.0
+
+
+@pytest.mark.parametrize("answer", [r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1", "x>3"])
+def test_an_answer_of_signs_scores_1_in_latexs_marks(answer):
+    for form in ("#### ${}$", r"\boxed{{{}}}", r"So $\boxed{{{}}}$."):
+        assert grpo.reward("", form.format(answer), answer) == 1.0
 
 
 misread = pytest.mark.xfail(strict=True, reason="read_answer takes it for another number")
@@ -153,12 +155,9 @@ def test_an_answer_that_cannot_be_used_ends_the_run_with_its_row(load, answer):
     with pytest.raises(SystemExit, match=REFUSED) as caught:
         load({"p": "1+1=?", "answer": answer})
     assert "\n" not in str(caught.value)
-
-
-def test_the_row_is_found_at_the_start_wherever_it_is(load):
-    rows = [{"p": "1+1=?", "answer": "2"}] * 8 + [{"p": "2?", "answer": r"\text{even}"}]
-    with pytest.raises(SystemExit, match=REFUSED.replace("0", "8")):
-        load(*rows, *rows[:8])
+    if isinstance(answer, str):  # a column is of one type
+        with pytest.raises(SystemExit, match=REFUSED.replace("0", "8")):
+            load(*[{"p": "1+1=?", "answer": "2"}] * 8, {"p": "2?", "answer": answer})
 
 
 # ------------------------------------- A reward of one's own -------------------------------------
@@ -166,19 +165,16 @@ PROBLEM = {"prompt": "1+1=?", "answer": "2"}
 
 
 def test_score_hands_over_prompt_completion_and_answer_in_this_order(monkeypatch):
-    seen = []
-    monkeypatch.setattr(grpo, "reward", lambda *inputs: seen.append(inputs) or True)
+    monkeypatch.setattr(grpo, "reward", lambda *inputs: inputs == ("1+1=?", "x", "2"))
     found = grpo.score(PROBLEM, "x")
-    assert seen == [("1+1=?", "x", "2")] and type(found) is float and found == 1.0
+    assert type(found) is float and found == 1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.5e38])
 def test_a_reward_that_float32_cannot_hold_ends_the_run_and_is_named(monkeypatch, value):
     monkeypatch.setattr(grpo, "reward", lambda *inputs: value)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=f"my completion.*1\\+1=.*{value}".replace("e+", "e.")):
         grpo.score(PROBLEM, "my completion")
-    for part in (str(value), "1+1=?", "my completion"):
-        assert part in str(caught.value)
 
 
 def test_a_reward_that_exits_is_an_error_and_no_success(monkeypatch):
