@@ -54,9 +54,10 @@ import math_verify
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
@@ -158,6 +159,8 @@ def explain(what):
     """Ends the run with one line, `what` and the error's words, where the code inside raises."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # the end of this file says what helps
     except Exception as error:
         sys.exit(f"error: {what}: " + " ".join(f"{error} {error.__cause__ or ''}".split())[:400])
 
@@ -194,9 +197,11 @@ read = lru_cache(maxsize=10_000)(math_verify.parse)  # many completions end alik
 def read_answer(answer):
     """What math-verify reads in an answer of the data's, or [] where it is nothing to compare."""
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
-    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?", answer):
-        return []  # words, which it takes for a product of letters
-    return read(answer if re.fullmatch(r"[-\d.,]+", answer) else f"${answer}$")
+    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?|-?\d+/\d+", answer):
+        return read(answer)
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d., /e]+", answer):
+        return []  # words or dates, which it takes for products and differences
+    return read(f"${answer}$")
 
 
 def reward(prompt, completion, answer):
@@ -357,6 +362,8 @@ def load_model(kind, name, dtype):
         model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks the weights {sorted(info['missing_keys'])[:3]}")
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the default leaves Gemma 2's cap out, silently
     return model
 
 
@@ -414,6 +421,10 @@ class VLLMEngine:
         options["logprobs_mode"] = "processed_logprobs"  # at the temperature it samples at
         options |= {"dtype": dtype, "max_model_len": max_length, "use_tqdm_on_load": False}
         self.llm, self.Params = vllm.LLM(args.model, **options), vllm.SamplingParams
+        # Of a model that vLLM runs by transformers' code it changes the class, the trainer's too:
+        # __call__ then asks for this.
+        transformers.PreTrainedModel.do_not_compile = True
+        self.has_head = self.llm.apply_model(lambda model: "(lm_head)" in str(model))[0]
         # With top-p or top-k the samples would be another policy's than the one trained.
         self.sampling = {"top_p": 1.0, "top_k": 0, "max_tokens": args.max_completion_tokens}
         self.sampling |= {"stop_token_ids": sorted(stop_ids), "detokenize": False}
@@ -424,7 +435,10 @@ class VLLMEngine:
         """Wakes up, takes (name, tensor) of all weights, forgets what the old ones computed."""
         if self.on_gpu:
             self.llm.wake_up(["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        # A tied head is sent too: on a CPU vLLM keeps a copy. Gemma 2 has none, and refuses it.
+        weights = (pair for pair in weights if self.has_head or pair[0] != "lm_head.weight")
+        with explain("vLLM does not take this model's weights"):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.on_gpu:
             self.llm.wake_up(["kv_cache"])
         if not self.llm.reset_prefix_cache():
@@ -449,7 +463,7 @@ class TransformersEngine:
     """The same with transformers, on a copy of the model, for where vLLM is not."""
 
     def __init__(self, args, stop_ids, max_length, dtype):
-        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        self.model = load_model(AutoModelForCausalLM, args.model, dtype)
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.limits = args.max_completion_tokens, stop_ids
 
@@ -556,7 +570,7 @@ def save_model(run_dir, model, tokenizer, source, dtype):
     quiet = {"_raise_exceptions_for_missing_entries": False}
     sampling = cached_file(source, "generation_config.json", **quiet)
     if sampling:  # kept as it is, though transformers may refuse to write such a one
-        model.generation_config = GenerationConfig()
+        model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(run_dir / "model", state_dict=weights)
     tokenizer.save_pretrained(run_dir / "model")
     if sampling:
