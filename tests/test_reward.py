@@ -47,6 +47,8 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.
         ("The answer is 17.", "7", 0),
         ("#### 1\n#### 2", "2", 1),
         ("#### 1\n#### 2", "1", 0),  # the last one counts
+        ("So $x = 3$, and\n#### 5", "5", 1),  # and nothing before it, LaTeX or boxed
+        (r"\boxed{3} #### 5", "5", 1),
         ("Half of 48 is 24.\n#### 72", GSM8K, 1),
         ("#### 24", GSM8K, 0),  # not a number on the way
         ("0.00001", "0.00001", 1),
