@@ -33,7 +33,7 @@ def encode_prompt(tokenizer, prompt):
 
     With a chat template a string becomes one user message, the template is applied once, and the
     assistant's header is added. Without one a string gets the special tokens that the tokenizer
-    puts before a text. There is at most one BOS, and none that the template does not write.
+    puts before a text. It begins with one BOS at most, and none that the template does not write.
     A content is text or a list of parts `{"type": "text", "text": …}`. Raises ValueError for other
     parts, for messages without a template, and for text that has no UTF-8 form.
     """

@@ -195,9 +195,9 @@ read = lru_cache(maxsize=10_000)(math_verify.parse)  # many completions end alik
 def read_answer(answer):
     """What math-verify reads in an answer of the data's, or [] where it is nothing to compare."""
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
-    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?|-?\d+/\d+", answer):
+    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?|-?\d+/\d+", answer):
         return read(answer)
-    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d., /e]+", answer):
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d. /e]+", answer):
         return []  # words or dates, which it takes for products and differences
     return read(f"${answer}$")
 

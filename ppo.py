@@ -206,9 +206,9 @@ read = lru_cache(maxsize=10_000)(math_verify.parse)  # many completions end alik
 def read_answer(answer):
     """What math-verify reads in an answer of the data's, or [] where it is nothing to compare."""
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
-    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?|-?\d+/\d+", answer):
+    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?|-?\d+/\d+", answer):
         return read(answer)
-    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d., /e]+", answer):
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d. /e]+", answer):
         return []  # words or dates, which it takes for products and differences
     return read(f"${answer}$")
 
@@ -459,13 +459,13 @@ class Critic(torch.nn.Module):
         super().__init__()
         if args.reward_model:
             model = load_model(AutoModelForSequenceClassification, args.reward_model, dtype)
-            self.base, self.head = model.base_model, model.score
+            self.base, self.head = model.base_model, getattr(model, "score", None)
         else:
             self.base = load_model(AutoModelForCausalLM, args.model, dtype).base_model
             self.head = torch.nn.Linear(self.base.config.get_text_config().hidden_size, 1, False)
             torch.nn.init.zeros_(self.head.weight)
-        if self.head.out_features != 1:
-            sys.exit(f"error: --reward-model must have one label, not {self.head.out_features}")
+        if getattr(self.head, "out_features", None) != 1:
+            sys.exit(f"error: --reward-model must have a head `score` of one label: {self.head}")
         self._no_split_modules = self.base._no_split_modules
         self.gradient_checkpointing_enable = self.base.gradient_checkpointing_enable
 

@@ -185,14 +185,12 @@ def read(claim):
     return [json.loads(line) for line in open(path)] if path.exists() else []
 
 
-def write_readme():
-    """Puts the claims' sections between the marks of results/README.md."""
-    path = RESULTS / "README.md"
+def readme():
+    """The text of results/README.md with the claims' sections between its marks made anew."""
     begin, end = "<!-- claims: made by benchmarks/lecture.py -->", "<!-- end of claims -->"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, _, after = rest.partition(end)
+    before, _, rest = (RESULTS / "README.md").read_text(encoding="utf-8").partition(begin)
     parts = [section(claim, read(claim)) for claim in CLAIMS if read(claim)]
-    path.write_text(f"{before}{begin}\n\n" + "\n".join(parts) + f"\n{end}{after}", encoding="utf-8")
+    return f"{before}{begin}\n\n" + "\n".join(parts) + f"{end}{rest.partition(end)[2]}"
 
 
 def main():
@@ -215,7 +213,7 @@ def main():
                 print(
                     f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})", flush=True
                 )
-    write_readme()
+    (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
 
 
 if __name__ == "__main__":
