@@ -36,6 +36,9 @@ NAMES = {
     "generation/length": "completion length (tokens)",
     "reward/mean": "mean reward of the samples",
     "kl/mean": "KL to the first model (nats a token)",
+    "policy/entropy": "entropy (nats a token)",
+    "policy/clip_frac": "share of tokens clipped",
+    "engine/mismatch": "|trainer - engine| (nats a token)",
     "worked": "share of samples with a worked step",
     "rambling": "share of rambling samples",
 }

@@ -16,20 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def naive(model, input_ids, mask):
-    """Log-probs and entropies (B, T-1) with all logits at once."""
-    logits = model.lm_head(model.model(input_ids=input_ids).last_hidden_state[:, :-1])
-    logprobs = logits.log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, input_ids[:, 1:, None])[..., 0], entropy
-
-
-def measure(kind, positions, words, hidden):
-    """{"seconds", "mib"} of forward and backward of `kind`, in this process."""
+def make(positions, words, hidden, device="cpu", dtype=None):
+    """(a model of one layer, token ids, mask) with so many positions to score."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    import common
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -40,9 +30,24 @@ def measure(kind, positions, words, hidden):
         num_attention_heads=hidden // 64,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config)
-    input_ids = torch.randint(words, (8, positions // 8 + 1))
-    mask = torch.ones(8, positions // 8, dtype=torch.bool)
+    model = LlamaForCausalLM(config).to(device, dtype)
+    input_ids = torch.randint(words, (8, positions // 8 + 1)).to(device)
+    return model, input_ids, torch.ones_like(input_ids[:, 1:], dtype=torch.bool)
+
+
+def naive(model, input_ids, mask):
+    """Log-probs and entropies (B, T-1) with all logits at once."""
+    hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
+    logprobs = model.lm_head(hidden).float().log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, input_ids[:, 1:, None])[..., 0], entropy
+
+
+def measure(kind, positions, words, hidden):
+    """{"seconds", "mib", "gradient"} of forward and backward of `kind`, in this process."""
+    import common
+
+    model, input_ids, mask = make(positions, words, hidden)
     function = naive if kind == "naive" else common.token_logprobs
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()

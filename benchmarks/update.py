@@ -3,9 +3,10 @@
     pip install --no-deps trl==1.16.0
     python benchmarks/update.py [model folder] [rows] [longest completion]
 
-Each runs in a process of its own, three times in turn. Both compute in float32, make one update of
-the batch with AdamW, and put as many tokens into a micro-batch as eight of the longest rows have.
-Printed are the best time of an update and the highest resident memory over that before the first.
+Each runs in a process of its own, three times in turn. Both compute in float32 and make one update
+of the whole batch with AdamW, eight rows at a time: grpo.py with --minibatches 1 --mismatch-cap 0,
+and the log-probs of before known. Printed are the best time of an update and the highest resident
+memory over that before the first.
 """
 
 import json
@@ -33,29 +34,30 @@ def make_rollouts(vocabulary, rows, longest):
 
 
 def ours(folder, rows, longest):
-    """A function that makes one update with grpo.py, and the model."""
+    """A function that makes one update with grpo.py, eight rows in a micro-batch."""
     import torch
+    import torch.distributed as dist
 
     import common
     import grpo
 
-    kind, cpu = grpo.AutoModelForCausalLM, torch.device("cpu")
-    model = common.load_model(kind, folder, cpu)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = grpo.load_model(grpo.AutoModelForCausalLM, folder, torch.float32)
+    model = grpo.shard(model, torch.device("cpu"), torch.float32)
+    optimizer = grpo.make_optimizer(model)
+    optimizer.param_groups[0]["lr"] = 1e-6
     prompts, completions, advantages = make_rollouts(model.config.vocab_size, rows, longest)
-    budget = 8 * (PROMPT + longest)
-    args = grpo.Args(tokens_per_micro_batch=budget, mismatch_cap=0.0)
-    problems = [{"ids": prompt} for prompt in prompts]
-    logprobs = [[0.0] * len(ids) for ids in completions]
+    args = grpo.Args(minibatches=1, micro_batch_size=8, mismatch_cap=0.0)
+
+    input_ids, mask = common.collate(prompts, completions, 0)
+    batch = {"input_ids": input_ids, "mask": mask}
+    batch["advantages"] = torch.tensor(advantages)[:, None]
+    batch["old_logprobs"], _ = grpo.score_tokens(model, batch, args)  # TRL's are the update's own
+    batch["engine_logprobs"] = batch["old_logprobs"]
 
     def update():
-        batch = common.make_batch(problems, completions, logprobs, 0)
-        batch["advantages"] = torch.tensor(advantages)[:, None]
-        batch["trained"] = torch.ones(rows, 1, dtype=torch.bool)
-        _, autocast = common.precision("float32", cpu)
-        totals = common.Totals()
-        grpo.update(model, optimizer, batch, torch.arange(rows), args, autocast, totals)
-        return totals.norms[0], totals.tokens
+        metrics = grpo.update(model, optimizer, batch, args)
+        return metrics["policy/grad_norm"], mask.sum().item()
 
     return update
 
@@ -121,7 +123,8 @@ def trl(folder, rows, longest):
 def measure(kind, folder, rows, longest):
     """{"seconds", "mib", "norm", "tokens"} of the first and second update, in this process."""
     update = {"ours": ours, "trl": trl}[kind](folder, rows, longest)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before = pages * resource.getpagesize() / 1024  # what is resident now, and not at most
     norm, tokens = update()
     start = time.perf_counter()
     update()

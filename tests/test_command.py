@@ -1,0 +1,400 @@
+"""What a user may get wrong is one line and an exit status, and nothing written is lost."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import fields
+
+import pandas
+import pytest
+from conftest import SCRIPTS, TINY, read_jsonl
+from runs import EASY, attempt, copy, finish, metrics, run, small, start
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import grpo
+
+FAULT = pytest.mark.xfail(strict=True, reason="a fault that is known")
+FLAGS = small("grpo", "--steps", 2, "--max-completion-tokens", 12)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A copy of grpo.py in a folder without plot.py."""
+    return copy(tmp_path_factory.mktemp("command"), "grpo", EASY)
+
+
+@pytest.fixture(scope="module")
+def finished(script):
+    """The folder of a run of two steps."""
+    run(script, *FLAGS, "--output-dir", script.parent / "finished")
+    return script.parent / "finished"
+
+
+def content(folder):
+    """{path: bytes} of all files under a folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def one_line(done):
+    """The one line on stderr of a run that was refused."""
+    assert done.returncode not in (0, None), done.stdout
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    return lines[0]
+
+
+def refused(script, *flags, **options):
+    """The line of a run that is refused before it has a folder."""
+    folder = script.parent / "refused"
+    line = one_line(attempt(script, *flags, "--output-dir", folder, **options))
+    assert not folder.exists()
+    return line
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sums(count, **more):
+    return [{"question": f"{i}+{i}=?", "answer": str(2 * i), **more} for i in range(1, count + 1)]
+
+
+# -------------------------------------------- Flags --------------------------------------------
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_numbers_without_sense_are_refused(name):
+    Args, free = importlib.import_module(name).Args, ("seed", "warmup_steps", "value_warmup_steps")
+    numbers = [field for field in fields(Args) if field.type in (int, float)]
+    for field in numbers:
+        zero = [0] if field.type is int and field.name not in free else []
+        for value in [*zero, -1, float("nan"), float("inf")]:
+            with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')} must be"):
+                Args(**{field.name: value})
+    assert {"steps", "group_size", "micro_batch_size"} < {field.name for field in numbers}
+
+
+RANGES = {"temperature": [0, 0.001, 3], "minibatches": [3], "group_size": [1], "gamma": [1.5]}
+RANGES |= {"lam": [1.5], "baseline_decay": [1]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_flag_out_of_range_is_refused(name):
+    Args = importlib.import_module(name).Args
+    for flag in RANGES.keys() & {field.name for field in fields(Args)}:
+        if flag != "group_size" or name not in ("reinforce", "ppo"):  # there one is a group
+            for value in RANGES[flag]:
+                with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
+                    Args(**{flag: value})
+
+
+WRONG = "--temperature=0 --steps=many --rollout-engine=sglang --kl-estimator=k1 --group-sise=4"
+
+
+@pytest.mark.parametrize("flag", WRONG.split())
+def test_a_flag_that_is_wrong_is_named(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", flag])
+    with pytest.raises(SystemExit) as ended:
+        grpo.parse_args()
+    assert ended.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_box_is_all_that_a_wrong_flag_shows(script):
+    done = attempt(script, "--temperature", 0)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "--temperature must be from 0.01 to 2, not 0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("rows, processes", [(["--minibatches", 4, "--group-size", 3], 2), ([], 3)])
+def test_processes_that_do_not_divide(script, rows, processes):
+    flags = [*FLAGS, *rows]
+    line = refused(script, *flags, processes=processes)
+    assert "--prompts-per-step" in line and f"{processes} processes" in line
+
+
+# -------------------------------------------- Data ---------------------------------------------
+def load(tokenizer, path, split="train", **flags):
+    return grpo.load_problems(grpo.Args(**flags), tokenizer, str(path), split)
+
+
+def not_loaded(tokenizer, path, **flags):
+    """The line with which a file is refused."""
+    with pytest.raises(SystemExit) as ended:
+        load(tokenizer, path, **flags)
+    line = ended.value.code
+    assert line.startswith("error: ") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    "name, writer",
+    [
+        ("own.jsonl", write),
+        ("own.json", lambda path, rows: path.write_text(json.dumps(rows))),
+        ("own.csv", lambda path, rows: pandas.DataFrame(rows).to_csv(path, index=False)),
+        ("own.parquet", lambda path, rows: pandas.DataFrame(rows).to_parquet(path)),
+        ("mark.jsonl", lambda p, rows: p.write_text("\ufeff" + write(p, rows).read_text())),
+        pytest.param("own [1].jsonl", write, marks=FAULT),  # read as a pattern
+    ],
+)
+def test_a_file_of_ones_own(name, writer, tmp_path, tokenizer):
+    writer(tmp_path / name, sums(20))
+    problems = load(tokenizer, tmp_path / name, "train[:90%]")
+    assert [p["answer"] for p in problems] == [str(2 * i) for i in range(1, 19)]
+    assert problems[0]["prompt"] == "1+1=?"
+    assert tokenizer.decode(problems[0]["ids"]) == "<|user|>1+1=?<|assistant|>"
+
+
+ROW = '{"question": "1+1=?", "answer": "2"}\n'
+UNREADABLE = {"own.xyz": ["1+1=?"], "own.JSONL": [ROW]}  # datasets knows .jsonl alone
+UNREADABLE["own.jsonl"] = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
+UNREADABLE["own.jsonl"] += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
+UNREADABLE["own.jsonl"] += [ROW.replace("question", "prompt")]
+
+
+@pytest.mark.parametrize(
+    "name, text", [(name, text) for name in UNREADABLE for text in UNREADABLE[name]]
+)
+def test_a_file_that_is_not_read(name, text, tmp_path, tokenizer):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert name in not_loaded(tokenizer, tmp_path / name)
+
+
+@pytest.mark.parametrize("answer", [None, "", "\\text{even}", "even"])
+def test_an_answer_that_cannot_be_used_is_found_at_the_start(answer, tmp_path, tokenizer):
+    rows = sums(20)
+    rows[8]["answer"] = answer
+    line = not_loaded(tokenizer, write(tmp_path / "own.jsonl", rows))
+    assert "row 8 " in line and "--answer-field" in line and "reward" in line
+
+
+def test_a_field_in_a_field(tmp_path, tokenizer):
+    rows = [{"question": "17+17=?", "reward_model": {"ground_truth": "34", "style": "rule"}}]
+    path = write(tmp_path / "own.jsonl", rows)
+    problems = load(tokenizer, path, answer_field="reward_model.ground_truth")
+    assert problems[0]["answer"] == "34"
+    for field in ("reward_model", "reward_model.truth", "answer"):
+        line = not_loaded(tokenizer, path, answer_field=field)
+        assert "row 0 " in line and "reward_model" in line
+
+
+def test_chat_messages_and_parts(tmp_path, tokenizer):
+    system = {"role": "system", "content": [{"type": "text", "text": "Add."}]}
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}]
+    for first, content in (({"role": "system", "content": "Add."}, "1+1=?"), (system, parts)):
+        chat = [first, {"role": "user", "content": content}]
+        path = write(tmp_path / "own.jsonl", [{"question": chat, "answer": 2}])
+        ids = load(tokenizer, path)[0]["ids"]
+        assert tokenizer.decode(ids) == "<|system|>Add.<|user|>1+1=?<|assistant|>"
+    parts[1]["type"] = "image"
+    line = not_loaded(tokenizer, write(path, [{"question": chat, "answer": 2}]))
+    assert "row 0 " in line and "image" in line
+
+
+@pytest.mark.parametrize("flag", ["--split", "--eval-split"])
+def test_a_split_without_problems(flag, script):
+    assert "train[:0]" in refused(script, *FLAGS, flag, "train[:0]")
+
+
+# -------------------------------------------- Models -------------------------------------------
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the built-in model to spoil, and the flags of a run with it."""
+    folder = shutil.copytree(TINY / "model", tmp_path / "model")
+    return folder, [*FLAGS, "--model", folder, "--dataset", TINY / "train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("model.layers", "module.model.layers", "model.layers.0."),
+        ("model.", "_orig_mod.model.", "model.embed_tokens.weight"),
+        ("model.layers.1.mlp", "mlp", "model.layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_weights_that_are_not_there(old, new, said, script, model):
+    folder, flags = model
+    path = folder / "model.safetensors"
+    renamed = {name.replace(old, new): weight for name, weight in load_file(path).items()}
+    save_file(renamed, path, metadata={"format": "pt"})
+    assert said in refused(script, *flags, "--eval-split", "train[:4]")
+
+
+@pytest.mark.parametrize("lost", ["config", "tokenizer", "model", "all"])
+def test_a_folder_that_is_no_model(lost, script, model):
+    folder, flags = model
+    for path in folder.iterdir():
+        if lost in ("all", path.stem.removesuffix("_config")):
+            path.unlink()
+    assert str(folder) in refused(script, *flags)
+
+
+def test_a_prompt_and_a_completion_over_the_context(script, model):
+    folder, flags = model
+    size = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 86}
+    GPT2LMHeadModel(GPT2Config(**size, eos_token_id=5)).save_pretrained(folder)
+    line = refused(script, *flags, "--max-completion-tokens", 60)
+    assert "--max-completion-tokens" in line and "64" in line
+    flags += ["--max-completion-tokens", 40, "--steps", 1]
+    run(script, *flags, "--output-dir", folder / "run")
+
+
+def test_generation_config_is_saved_as_it_was(script, model):
+    folder, flags = model
+    text = '{"do_sample": false, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 5}'
+    (folder / "generation_config.json").write_text(text)
+    run(script, *flags, "--output-dir", folder / "run")
+    assert (folder / "run/model/generation_config.json").read_text() == text
+    AutoModelForCausalLM.from_pretrained(folder / "run/model")
+
+
+def test_an_engine_that_does_not_start(script, tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcuda is missing')")
+    flags = [*FLAGS, "--rollout-engine", "vllm"]
+    line = refused(script, *flags, env={"PYTHONPATH": str(tmp_path)})
+    assert "--rollout-engine vllm" in line and "libcuda is missing" in line
+
+
+# --------------------------------------- Folders and resume --------------------------------------
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--temperature 0.5",
+        "--beta 0.5",
+        "--split train[:7]",
+        pytest.param("--steps 1", marks=FAULT),  # it is refused, but its last rows are gone
+    ],
+)
+def test_a_resumed_run_goes_on_as_it_was(flags, script, finished):
+    before = content(finished)
+    line = one_line(attempt(script, "--resume", finished, *flags.split()))
+    assert flags[2:].split()[0] in line
+    assert content(finished) == before
+
+
+@pytest.mark.parametrize("flag, folder", [("--output-dir", ""), ("--output-dir", "args.json/run")])
+def test_a_folder_that_is_not_free(flag, folder, script, finished):
+    before = content(finished)
+    assert "--output-dir" in one_line(attempt(script, *FLAGS, flag, finished / folder))
+    assert content(finished) == before
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere"])
+def test_resume_of_no_run(folder, script):
+    assert f"--resume {folder} is" in one_line(attempt(script, "--resume", folder))
+    assert not (script.parent / "runs").exists()
+
+
+OLDER = pytest.param('{"grpo": {"sum": 1}}', marks=FAULT)  # a flag that is no more: a stack trace
+
+
+@pytest.mark.parametrize("saved", ['{"rloo": {}, "data": ""}', OLDER, "", "[]"])
+def test_resume_of_what_this_script_did_not_write(saved, script, tmp_path):
+    (tmp_path / "args.json").write_text(saved)
+    line = one_line(attempt(script, "--resume", tmp_path))
+    assert f"--resume {tmp_path} is not the folder of a run of grpo.py" in line
+
+
+@FAULT  # it is said as if it were about --output-dir
+def test_a_data_file_that_changed_before_a_resume(script, tmp_path):
+    data = write(tmp_path / "own.jsonl", sums(20))
+    flags = [*FLAGS, "--model", TINY / "model", "--dataset", data, "--output-dir", tmp_path / "run"]
+    run(script, *flags)
+    write(data, [*sums(19), {"question": "7+7=?", "answer": "15"}])  # a row that is in no split
+    run(script, "--resume", tmp_path / "run", "--steps", 3)
+    write(data, [{"question": "7+7=?", "answer": "15"}, *sums(19)])
+    before = content(tmp_path / "run")
+    line = one_line(attempt(script, "--resume", tmp_path / "run", "--steps", 4))
+    assert "--resume" in line and "problems" in line
+    assert content(tmp_path / "run") == before
+
+
+def test_two_runs_that_start_in_one_folder(script, tmp_path):
+    others = [copy(tmp_path / str(number), "grpo", EASY) for number in (0, 1)]
+    started = [start(other, *FLAGS, "--output-dir", tmp_path / "run") for other in others]
+    ended = [finish(other, run) for other, run in zip(others, started, strict=True)]
+    done, lost = sorted(ended, key=lambda each: each.returncode)
+    assert done.returncode == 0 and "--output-dir" in one_line(lost)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    script = copy(tmp_path, "grpo", EASY)
+    started = start(script, *FLAGS, "--steps", 500, "--output-dir", tmp_path / "run")
+    deadline = time.time() + 100
+    while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    os.kill(started[0].pid, signal.SIGINT)
+    done = finish(script, started)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "--resume" in done.stderr
+    run(script, "--resume", tmp_path / "run", "--steps", 1)
+
+
+# --------------------------------------- Reward and engine ---------------------------------------
+@pytest.mark.parametrize("value", ["math.nan", "math.inf", "1e39", "-1e39"])
+def test_a_reward_that_is_no_finite_number(value, tmp_path):
+    script = copy(tmp_path, "grpo", (EASY[0], f"return {value} if completion else 0.0"))
+    done = attempt(script, *FLAGS, "--output-dir", tmp_path / "run")
+    line = one_line(done)
+    assert "reward" in line and read_jsonl(TINY / "heldout.jsonl")[0]["question"] in line
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.parametrize("line", ["return 1 / len(completion)", "exit()", "sys.exit(0)"])
+def test_a_reward_that_raises_shows_where(line, tmp_path):
+    script = copy(tmp_path, "grpo", (EASY[0], line))
+    done = attempt(script, *FLAGS, "--output-dir", tmp_path / "run")
+    assert done.returncode == 1 and line in done.stderr
+    assert str(script) in done.stderr and not (tmp_path / "run").exists()
+
+
+SYNC = "        self.model.load_state_dict(dict(weights))\n"
+OTHER = "        self.model.load_state_dict({k: v * 1.2 for k, v in weights})\n"
+FAST = ["--learning-rate", 0.03, "--warmup-steps", 0]
+
+
+@pytest.mark.parametrize(
+    "flags, reward, sync", [(FAST, EASY[1], "        pass\n"), ([], "return 0.0", OTHER)]
+)
+def test_an_engine_with_other_weights_is_stopped(flags, reward, sync, tmp_path):
+    """The second from step 0, where every group is uniform."""
+    script = copy(tmp_path, "grpo", (EASY[0], reward), (SYNC, sync))
+    done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
+    assert "--mismatch-limit" in one_line(done)
+    assert not (tmp_path / "run/model").exists()
+
+
+# -------------------------------------------- Trackers -------------------------------------------
+TRACKER = """
+import json
+def init(project, name, config): note("init", name, config["steps"])
+def log(row, step): note("log", row, step)
+def finish(): note("finish")
+def note(*what): open("tracked.jsonl", "a").write(json.dumps(what) + chr(10))
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_metrics(name, tmp_path):
+    (tmp_path / f"{name}.py").write_text(TRACKER)
+    script = copy(tmp_path, "grpo", EASY)
+    flags = [*FLAGS, "--track", name, "--output-dir", "run"]
+    run(script, *flags, processes=2, env={"PYTHONPATH": str(tmp_path)})
+    first, *rows, last = read_jsonl(tmp_path / "tracked.jsonl")
+    assert first == ["init", "run", 2] and last == ["finish"]
+    assert rows == [["log", row, row["step"]] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
+
+
+@FAULT  # a stack trace, and the folder is taken
+def test_a_tracker_that_is_not_installed(script, tmp_path):
+    (tmp_path / "trackio.py").write_text("raise ImportError('No module named trackio')")
+    line = refused(script, *FLAGS, "--track", "trackio", env={"PYTHONPATH": str(tmp_path)})
+    assert "trackio" in line
