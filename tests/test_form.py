@@ -4,6 +4,7 @@ import ast
 import difflib
 import re
 import shutil
+from functools import cache
 
 import pytest
 from conftest import ROOT, SCRIPTS, TINY, read_jsonl, run_script
@@ -38,6 +39,7 @@ def source(name):
     return "\n".join(text.splitlines()[ast.parse(text).body[0].end_lineno :]) + "\n"
 
 
+@cache
 def parts(name):
     """{name: text} of the functions, classes, assignments and environment of a script, in order."""
     text, found = source(name), {}
