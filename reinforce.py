@@ -25,6 +25,7 @@ an update but --learning-rate and --max-grad-norm. The loss says nothing of how 
     torchrun --nproc-per-node 8 reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct
 """
 
+import glob
 import hashlib
 import importlib.util
 import json
@@ -141,7 +142,8 @@ def parse_args():
         return args
     with explain(f"--resume {args.resume} is not the folder of a run of {SCRIPT}.py"):
         saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))[SCRIPT]
-    args = tyro.cli(Args, default=Args(**saved), description=__doc__)
+        default = Args(**saved)
+    args = tyro.cli(Args, default=default, description=__doc__)
     for name in saved.keys() - MAY_CHANGE:
         if getattr(args, name) != saved[name]:
             sys.exit(f"error: --resume goes on with the run's {name}, which is {saved[name]}")
@@ -165,7 +167,8 @@ def load_problems(args, tokenizer, name, split):
     path, config, problems = Path(name), args.dataset_config or None, []
     with explain(f"cannot read the split {split} of {name}"):
         if path.is_file():
-            rows = datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+            files = glob.escape(path.name)
+            rows = datasets.load_dataset(str(path.parent), data_files=files, split=split)
         else:
             if not config and "main" in datasets.get_dataset_config_names(name):
                 config = "main"
@@ -440,6 +443,19 @@ class TransformersEngine:
         pass
 
 
+def start_engine(args, config, stop_ids, problems, dtype):
+    """The engine of --rollout-engine, with room for the longest prompt and a completion."""
+    longest = max(len(problem["ids"]) for problem in problems) + args.max_completion_tokens
+    context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > context:
+        sys.exit(f"error: --max-completion-tokens: {longest} with a prompt, but {context} are all")
+    kind = TransformersEngine if args.rollout_engine == "transformers" else VLLMEngine
+    if args.rollout_engine == "auto" and not importlib.util.find_spec("vllm"):
+        kind = TransformersEngine
+    with explain(f"--rollout-engine {args.rollout_engine} does not start"):
+        return kind(args, stop_ids, longest, dtype)
+
+
 # ------------------------------------------- The run -------------------------------------------
 def rollout(engine, tokenizer, rows, temperature):
     """Samples and scores a completion for each row, (problem, seed): each process does a part, all
@@ -482,7 +498,8 @@ def open_run(args, problems, trained):
     dist.broadcast_object_list(name)  # the first process's clock counts
     run_dir, first = Path(name[0]), dist.get_rank() == 0
     data = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
-    with explain(f"--output-dir {run_dir}, where no other run may be"):
+    what = f"--output-dir {run_dir}, where no other run may be"
+    with explain(what if args.resume is None else f"--resume {run_dir}"):
         if first and args.resume is None:
             run_dir.mkdir(parents=True, exist_ok=True)
             with open(run_dir / "args.json", "x", encoding="utf-8") as file:  # x: not there yet
@@ -491,9 +508,11 @@ def open_run(args, problems, trained):
         if json.loads((run_dir / "args.json").read_text(encoding="utf-8"))["data"] != data:
             raise ValueError("the problems are not those that the run began with")
         last = max(run_dir.glob("checkpoints/*/.metadata"), default=None)  # is written last
+        step = int(last.parent.name) if last else 0
+        if step > args.steps:
+            raise ValueError(f"it has made {step} steps: raise --steps")
         if last:
             dcp.load(trained, checkpoint_id=last.parent)
-    step = int(last.parent.name) if last else 0
     for path in run_dir.glob("*.jsonl") if first else []:
         lines = path.read_bytes().splitlines(keepends=True)[:step]  # line n is about step n
         path.write_bytes(b"".join(lines))
@@ -543,6 +562,9 @@ def save_model(run_dir, model, tokenizer, source, dtype):
 def main(args):
     # What is wrong in the flags and the data shows before a model is loaded.
     device, dtype = start_processes(args)
+    with explain(f"--track {args.track}"):
+        wanted = args.track != "none" and dist.get_rank() == 0
+        tracker = importlib.import_module(args.track) if wanted else None
     with explain(f"--model {args.model}"):
         tokenizer = common.load_tokenizer(args.model)
     train = load_problems(args, tokenizer, args.dataset, args.split)
@@ -563,21 +585,9 @@ def main(args):
     trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     average = trained["average"] = torch.zeros((), dtype=torch.float64)  # of the steps before
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
-    longest = max(len(problem["ids"]) for problem in train + held_out) + args.max_completion_tokens
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if longest > context:
-        sys.exit(f"error: --max-completion-tokens: {longest} with a prompt, but {context} are all")
-    kind = TransformersEngine if args.rollout_engine == "transformers" else VLLMEngine
-    if args.rollout_engine == "auto" and not importlib.util.find_spec("vllm"):
-        kind = TransformersEngine
-    with explain(f"--rollout-engine {args.rollout_engine} does not start"):
-        engine = kind(args, stop_ids, longest, dtype)
+    engine = start_engine(args, model.config, stop_ids, train + held_out, dtype)
     run_dir, start = open_run(args, train + held_out, trained)
-    if start > args.steps:
-        sys.exit(f"error: --resume {run_dir} has made {start} steps: raise --steps")
-    tracker = None
-    if args.track != "none" and dist.get_rank() == 0:
-        tracker = importlib.import_module(args.track)
+    if tracker:
         tracker.init(project="rl-for-lm", name=run_dir.name, config=vars(args))
     print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
     print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)

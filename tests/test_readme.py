@@ -68,4 +68,4 @@ def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     lecture = importlib.import_module("lecture")
     assert lecture.readme() == RESULTS, "run: python benchmarks/lecture.py --draw"
-    assert RESULTS.count("beyond the spread of") + RESULTS.count("within the spread of") >= 10
+    assert RESULTS.count(" the spread of 3 seeds)") >= 3
