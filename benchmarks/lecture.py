@@ -132,7 +132,7 @@ def says(claim, records):
 def draw(claim, records):
     """The claim's picture: a curve for each setting, shaded from the lowest seed to the highest."""
     panels = [claim["metric"], *claim.get("beside", [])]
-    size = (5.2 * len(panels), 3.6)
+    size = (max(7.6, 5.2 * len(panels)), 4.0)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
     for axis, metric in zip(axes[0], panels, strict=True):
         for number, label in enumerate(claim["settings"]):
@@ -147,14 +147,16 @@ def draw(claim, records):
             low, high = [min(points[s]) for s in steps], [max(points[s]) for s in steps]
             axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
         axis.set(xlabel="step", ylabel=NAMES[metric])
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if metric == claim["metric"]:
             first, last = claim["at"] if isinstance(claim["at"], tuple) else (claim["at"],) * 2
             axis.axvspan(first - 0.15, last + 0.15, color="grey", alpha=0.25, linewidth=0)
     figure.suptitle(claim["title"], fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    place = {"loc": "lower center", "ncols": min(4, len(labels)), "frameon": False}
+    figure.legend(handles, labels, fontsize=9, **place)
+    figure.tight_layout(rect=(0, 0.05 + 0.05 * ((len(labels) - 1) // 4), 1, 1))
     figure.savefig(RESULTS / "lecture" / f"{claim['name']}.png", dpi=110)
     plt.close(figure)
 
