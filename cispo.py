@@ -13,7 +13,7 @@ that samples in another arithmetic (--mismatch-cap). Nor is the KL, k3's or k2's
 
 Rare tokens that turn a solution around ("wait", "however") are those whose ratios leave the range
 first, which is why the paper keeps them. There is no lower bound by default (eps_low = 1), and the
-weight is at most 5 (eps_high = 4): a bound, but no trust region. With --minibatches 1 the ratio is
+weight is at most 5 (eps_high = 4): a bound, but no trust region. With one update the ratio is
 1, and GRPO, GSPO and CISPO have one gradient but for their weights of the tokens. Left out: the
 length penalty and the sampling of the paper.
 
@@ -89,7 +89,7 @@ class Args:
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
     temperature: float = 1.0  # divides the logits, in sampling and in the update
     # algorithm
-    minibatches: int = 4  # updates made of each pass over a batch; with one the clip never acts
+    minibatches: int = 4  # updates made of each pass over a batch; one in all: no clip acts
     update_epochs: int = 1  # passes over each batch
     clip_eps_low: float = 1.0  # eps_low: the weight is at least 1 - eps_low
     clip_eps_high: float = 4.0  # eps_high: the weight is at most 1 + eps_high
@@ -212,13 +212,13 @@ def reward(prompt, completion, answer):
 
 # ---------------------------------------- The algorithm ----------------------------------------
 # input_ids are (B, T); all else per token is (B, T-1), and column t is about input_ids[:, t + 1].
-# The mask is true on the tokens that are trained: the completion's, its stop token included. A
-# completion cut at the limit counts as ended. Row p * G + k is the k-th completion of prompt p.
+# The mask is true on the tokens that are trained: the completion's, its stop token included. One
+# cut at the limit has none, and is trained as it is. Row p * G + k is prompt p's k-th completion.
 def group_advantages(rewards, scale_by_std=True, eps=1e-8):
     """A_i = (R_i - mean) / (std + eps) in each prompt's group (DeepSeekMath, section 4.1.2).
 
     rewards and result (P, G), computed in float64. The std is the population's (divided by G); a
-    uniform group gets exactly 0. Without it: Dr. GRPO (Liu et al., 2025), (G-1)/G times RLOO's.
+    uniform group gets exactly 0. Unscaled: Dr. GRPO's (Liu et al., 2025), (G-1)/G times RLOO's.
     """
     rewards = rewards.double()
     advantages = rewards - rewards.mean(1, keepdim=True)
@@ -615,7 +615,7 @@ def main(args):
     print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
     print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)
 
-    for step in range(start, args.steps + 1):  # the weights have been updated `step` times
+    for step in range(start, args.steps + 1):  # `step` batches were trained on before
         row, began = {"step": step}, time.perf_counter()
         engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
         if step % args.eval_every == 0 or step == args.steps:

@@ -12,9 +12,9 @@ c = min(p_trainer / p_engine, cap) is not the paper's: it is nearly 1, and corre
 that samples in another arithmetic (--mismatch-cap). KL is k3's estimate of KL(policy || reference).
 
 It is PPO without a critic: the group's mean is the baseline. Next to rloo.py it has the std, four
-updates a batch with the ratio and its clip, and the KL in the loss. With --minibatches 1 the ratio
-is 1, and GRPO, GSPO and CISPO have one gradient but for their weights of the tokens. Dr. GRPO is
-`--no-scale-by-std --loss-aggregation constant`, DAPO's loss `--clip-eps-high 0.28
+updates a batch with the ratio and its clip, and the KL in the loss. With one (--minibatches 1) the
+ratio is 1, and GRPO, GSPO and CISPO have one gradient but for the weights of their tokens. Dr. GRPO
+is `--no-scale-by-std --loss-aggregation constant`, DAPO's loss `--clip-eps-high 0.28
 --loss-aggregation token-mean`. Left out: process rewards, a score for each step of the reasoning.
 Dividing by the std weighs the prompts: the expected gradient is not the expected reward's.
 
@@ -90,7 +90,7 @@ class Args:
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
     temperature: float = 1.0  # divides the logits, in sampling and in the update
     # algorithm
-    minibatches: int = 4  # updates made of each pass over a batch; with one the clip never acts
+    minibatches: int = 4  # updates made of each pass over a batch; one in all: no clip acts
     update_epochs: int = 1  # passes over each batch
     clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
@@ -213,13 +213,13 @@ def reward(prompt, completion, answer):
 
 # ---------------------------------------- The algorithm ----------------------------------------
 # input_ids are (B, T); all else per token is (B, T-1), and column t is about input_ids[:, t + 1].
-# The mask is true on the tokens that are trained: the completion's, its stop token included. A
-# completion cut at the limit counts as ended. Row p * G + k is the k-th completion of prompt p.
+# The mask is true on the tokens that are trained: the completion's, its stop token included. One
+# cut at the limit has none, and is trained as it is. Row p * G + k is prompt p's k-th completion.
 def group_advantages(rewards, scale_by_std=True, eps=1e-8):
     """A_i = (R_i - mean) / (std + eps) in each prompt's group (DeepSeekMath, section 4.1.2).
 
     rewards and result (P, G), computed in float64. The std is the population's (divided by G); a
-    uniform group gets exactly 0. Without it: Dr. GRPO (Liu et al., 2025), (G-1)/G times RLOO's.
+    uniform group gets exactly 0. Unscaled: Dr. GRPO's (Liu et al., 2025), (G-1)/G times RLOO's.
     """
     rewards = rewards.double()
     advantages = rewards - rewards.mean(1, keepdim=True)
@@ -616,7 +616,7 @@ def main(args):
     print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
     print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)
 
-    for step in range(start, args.steps + 1):  # the weights have been updated `step` times
+    for step in range(start, args.steps + 1):  # `step` batches were trained on before
         row, began = {"step": step}, time.perf_counter()
         engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
         if step % args.eval_every == 0 or step == args.steps:

@@ -92,7 +92,7 @@ class Args:
     max_completion_tokens: int = 512  # where a completion is cut; it is scored as it is
     temperature: float = 1.0  # divides the logits, in sampling and in the update
     # algorithm
-    minibatches: int = 4  # updates made of each pass over a batch; with one the clip never acts
+    minibatches: int = 4  # updates made of each pass over a batch; one in all: no clip acts
     update_epochs: int = 1  # passes over each batch
     clip_eps_low: float = 0.2  # eps_low: the ratio is clipped below 1 - eps_low
     clip_eps_high: float = 0.2  # eps_high: the ratio is clipped above 1 + eps_high
@@ -224,8 +224,8 @@ def reward(prompt, completion, answer):
 
 # ---------------------------------------- The algorithm ----------------------------------------
 # input_ids are (B, T); all else per token is (B, T-1), and column t is about input_ids[:, t + 1].
-# The mask is true on the tokens that are trained: the completion's, its stop token included. A
-# completion cut at the limit counts as ended. Row p * G + k is the k-th completion of prompt p.
+# The mask is true on the tokens that are trained: the completion's, its stop token included. One
+# cut at the limit has none, and is trained as it is. Row p * G + k is prompt p's k-th completion.
 def shaped_rewards(scores, kl, mask, beta):
     """-beta kl (B, T-1) on each token of mask (B, T-1), plus the score (B,) on the last one."""
     last = (mask.cumsum(1) * mask).argmax(1, keepdim=True)
@@ -736,7 +736,7 @@ def main(args):
     print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
     print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)
 
-    for step in range(start, args.steps + 1):  # the weights have been updated `step` times
+    for step in range(start, args.steps + 1):  # `step` batches were trained on before
         row, began = {"step": step}, time.perf_counter()
         engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
         if step % args.eval_every == 0 or step == args.steps:

@@ -203,8 +203,8 @@ def reward(prompt, completion, answer):
 
 # ---------------------------------------- The algorithm ----------------------------------------
 # input_ids are (B, T); all else per token is (B, T-1), and column t is about input_ids[:, t + 1].
-# The mask is true on the tokens that are trained: the completion's, its stop token included. A
-# completion cut at the limit counts as ended. Row p * G + k is the k-th completion of prompt p.
+# The mask is true on the tokens that are trained: the completion's, its stop token included. One
+# cut at the limit has none, and is trained as it is. Row p * G + k is prompt p's k-th completion.
 def leave_one_out_advantages(rewards):
     """A_k = R_k - mean of the other K - 1 rewards of the prompt (Ahmadian et al., section 2.3).
 
@@ -587,7 +587,7 @@ def main(args):
     print(f"{args.model} in {dtype} on {dist.get_world_size()} x {device}, {type(engine).__name__}")
     print(f"{len(train)} problems, {len(held_out)} held out; the run is in {run_dir}", flush=True)
 
-    for step in range(start, args.steps + 1):  # the weights have been updated `step` times
+    for step in range(start, args.steps + 1):  # `step` batches were trained on before
         row, began = {"step": step}, time.perf_counter()
         engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
         if step % args.eval_every == 0 or step == args.steps:
