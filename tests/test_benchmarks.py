@@ -30,17 +30,3 @@ def test_logprobs():
 def test_update_of_ours():
     text = run("update", "ours", ROOT / "tiny/model", 16, 16)
     assert re.search(r'"seconds": [\d.]+, "mib": [\d.]+, "norm": [\d.]+, "tokens": \d+', text)
-
-
-def test_update_against_trl():
-    pytest.importorskip("trl")
-    text = run("update", ROOT / "tiny/model", 16, 16)
-    trl, ours, _ = text.splitlines()[-3:]
-    found = [re.search(r"(\d+) tokens trained  \|g\| (\S+)", line).groups() for line in (trl, ours)]
-    assert found[0][0] == found[1][0]
-    assert float(found[0][1]) == pytest.approx(float(found[1][1]), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["gpu", "logprobs", "memory", "smollm2", "sums", "update"])
-def test_readme_tells_of(name):
-    assert f"`{name}.py" in (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")

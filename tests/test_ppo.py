@@ -236,7 +236,7 @@ def test_the_reward_model_scores_the_last_token_and_the_critic_begins_as_it(clas
 
 
 def test_a_reward_model_with_two_labels_is_refused(classifier):
-    with pytest.raises(SystemExit, match="--reward-model must have one label, not 2"):
+    with pytest.raises(SystemExit, match="--reward-model must have a head `score` of one label"):
         ppo.Critic(classifier(labels=2)[1], torch.float32)
 
 
