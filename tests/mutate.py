@@ -85,7 +85,7 @@ ppo: critic.zero_grad() ⇒ pass
 *: step = int(last.parent.name) if last else 0 ⇒ step = 0
 *: .splitlines(keepends=True)[:step] ⇒ .splitlines(keepends=True)[: step + 1]
 *: shutil.rmtree(old) ⇒ pass
-*: default=Args(**saved) ⇒ default=Args()
+*: default = Args(**saved) ⇒ default = Args()
 *: params = [self.Params(seed=seed, ⇒ params = [self.Params(
 reinforce rloo grpo gspo cispo: [minibatch].any(1) ⇒ [minibatch].gt(0).any(1)
 grpo gspo cispo: .any(1) | (args.beta > 0) ⇒ .any(1)
