@@ -333,7 +333,7 @@ def reference(name, c, model, tokenizer, steps):
             assert [row.argmax(-1).tolist() for row in logits] == list(asked.ids)  # greedy
         with torch.no_grad():
             old, entropies = score_rows(policy, batch, everyone, c.temperature)
-            near(sum(batch.clean, []), old, f"the engine's log-probs in step {step}", 1e-3)
+            near(sum(batch.clean, []), old, f"the engine's log-probs in step {step}", 1e-4)
             ref_logprobs = score_rows(ref, batch, everyone, c.temperature)[0] if c.beta else old
             batch.old, batch.ref = old.split(lengths), ref_logprobs.split(lengths)
             if critic:
@@ -395,8 +395,8 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
     prompts = [tuple(prompt) for step in steps for prompt in step.prompts]
     drawn = prompts[::size]
     assert prompts == [prompt for prompt in drawn for _ in range(size)]
-    # Each once in a pass over all, in another order in the next.
-    assert len(set(drawn[:6])) == len(set(drawn[6:12])) == 6 and drawn[:6] != drawn[6:12]
+    assert len(set(drawn[:6])) == len(set(drawn[6:12])) == 6  # each once in a pass over all
+    assert drawn[:6] != drawn[6:12]
 
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
@@ -415,9 +415,9 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
             near(found[key], row[key], f"{key} of step {row['step']}", 5e-5)
         assert (group["completions"], group["step"]) == (step.texts[:size], row["step"])
         assert group["rewards"] == step.rewards[:size].tolist()
-        for key, weight in step.weights.items():  # Adam's sign is noise where a gradient is near 0
+        for key, weight in step.weights.items():
             wanted, moved = step.expected[key], step.expected[key] - steps[0].expected[key]
-            same(weight, wanted, moved, f"{key} of step {row['step']}", 1e-2)
+            same(weight, wanted, moved, f"{key} of step {row['step']}", 1e-3)
 
     saved, last = load_file(run_dir / "model/model.safetensors"), steps[-1].weights
     assert saved.keys() == last.keys() - {"lm_head.weight"}  # which is tied
