@@ -35,6 +35,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ from typing import Literal
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve other processes
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within one process
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 import datasets
 import math_verify
@@ -55,15 +57,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
+from filelock import FileLock
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
-from transformers.utils.logging import disable_progress_bar
 
 import common
 
-disable_progress_bar()
 SCRIPT, HERE = Path(__file__).stem, Path(__file__).resolve().parent
+ENGINE = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 Aggregation = Literal["sequence-sum", "sequence-mean", "token-mean", "constant"]
 
 
@@ -95,13 +99,13 @@ class Args:
     warmup_steps: int = 10  # steps over which the learning rate rises from 0
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
     # engine
-    rollout_engine: Literal["auto", "vllm", "transformers"] = "auto"  # auto: vLLM if installed
+    rollout_engine: Literal["vllm", "transformers"] = ENGINE  # what samples: vLLM if installed
     gpu_memory_utilization: float = 0.4  # share of the GPU's memory that vLLM takes
     mismatch_cap: float = 2.0  # cap of the factor p_trainer / p_engine on a loss; 0: no factor
     mismatch_limit: float = 0.1  # mean |log p_trainer - log p_engine| that stops the run, in nats
     micro_batch_size: int = 8  # completions in one forward pass: fewer take less memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # to compute in; auto: bfloat16 on GPUs
+    dtype: Literal["bfloat16", "float32"] = DTYPE  # to compute in: bfloat16 on a GPU
     # logging
     eval_every: int = 20  # steps between evaluations on the held-out problems
     save_every: int = 20  # steps between checkpoints; the last one is kept
@@ -110,12 +114,11 @@ class Args:
     def __post_init__(self):
         for name, value in vars(self).items():
             least = 1 if type(value) is int and not name.endswith(("seed", "warmup_steps")) else 0
+            least = 2 if name == "group_size" else least  # one completion has no group
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
         if not 0.01 <= self.temperature <= 2:
             raise ValueError(f"--temperature must be from 0.01 to 2, not {self.temperature}")
-        if self.group_size < 2:
-            raise ValueError("--group-size must be 2 or more: one completion has no group")
 
 
 # Without --model and --dataset: 112,000 parameters learn sums in half a minute on two cores.
@@ -124,7 +127,7 @@ TINY |= {"eval_dataset": f"{HERE}/tiny/heldout.jsonl", "eval_split": "train", "e
 TINY |= {"steps": 60, "group_size": 8, "max_completion_tokens": 40, "micro_batch_size": 64}
 TINY |= {"learning_rate": 3e-4, "warmup_steps": 3}
 # What may change when a run is resumed: it stays the same run.
-MAY_CHANGE = {"resume", "output_dir", "steps", "eval_every", "save_every", "track"}
+MAY_CHANGE = {"resume", "steps", "eval_every", "save_every", "track"}
 MAY_CHANGE |= {"micro_batch_size", "gradient_checkpointing", "gpu_memory_utilization"}
 
 
@@ -136,8 +139,7 @@ def parse_args():
         return args
     with explain(f"--resume {args.resume} is not the folder of a run of {SCRIPT}.py"):
         saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))[SCRIPT]
-        default = Args(**saved)
-    args = tyro.cli(Args, default=default, description=__doc__)
+        args = tyro.cli(Args, default=Args(**saved), description=__doc__)
     for name in saved.keys() - MAY_CHANGE:
         if getattr(args, name) != saved[name]:
             sys.exit(f"error: --resume goes on with the run's {name}, which is {saved[name]}")
@@ -167,11 +169,9 @@ def load_problems(args, tokenizer, name, split):
             if not config and "main" in datasets.get_dataset_config_names(name):
                 config = "main"
             rows = datasets.load_dataset(name, config, split=split)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows.flatten()):  # field b of field a becomes a.b
         with explain(f"row {number} of {split} of {name}, with the fields {sorted(row)}"):
-            prompt, answer = row[args.prompt_field], row
-            for field in args.answer_field.split("."):
-                answer = answer[field]
+            prompt, answer = row[args.prompt_field], row[args.answer_field]
             if isinstance(answer, float):
                 answer = format(Decimal(str(answer)), "f")  # 0.00001, and not 1e-05
             usable = isinstance(answer, str | int) and read_answer(str(answer))
@@ -190,8 +190,8 @@ def read_answer(answer):
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
     if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?|-?\d+/\d+", answer):
         return read(answer)
-    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d. /e]+", answer):
-        return []  # words or dates, which it takes for products and differences
+    if re.fullmatch(r"(\\text\{)?[A-Za-z /]{2,}\}?|[-\d. /e:]+", answer):
+        return []  # words, dates and times, which it takes for products and differences
     return read(f"${answer}$")
 
 
@@ -241,20 +241,20 @@ def micro_batches(batch, rows, size, device):
     """
     lengths = batch["mask"].sum(1)
     rows = rows[lengths[rows].argsort(stable=True)][dist.get_rank() :: dist.get_world_size()]
-    for part in rows.split(size):
-        width = batch["mask"][part].any(0).nonzero().max() + 1
-        piece = {name: tensor[part, :width].to(device) for name, tensor in batch.items()}
-        piece["input_ids"] = batch["input_ids"][part, : width + 1].to(device)
-        yield part, piece
+    for numbers in rows.split(size):
+        width = batch["mask"][numbers].any(0).nonzero().max() + 1
+        part = {name: tensor[numbers, :width].to(device) for name, tensor in batch.items()}
+        part["input_ids"] = batch["input_ids"][numbers, : width + 1].to(device)
+        yield numbers, part
 
 
 @torch.no_grad()
 def score_tokens(model, batch, args):
     """(log-probs, entropies) of a batch's tokens under a model, (B, T-1) each, no gradient."""
     scores, rows = torch.zeros(2, *batch["mask"].shape), torch.arange(len(batch["mask"]))
-    for part, piece in micro_batches(batch, rows, args.micro_batch_size, model.device):
-        values = common.token_logprobs(model, piece["input_ids"], piece["mask"], args.temperature)
-        scores[:, part, : piece["mask"].shape[1]] = torch.stack(values).cpu()
+    for numbers, part in micro_batches(batch, rows, args.micro_batch_size, model.device):
+        values = common.token_logprobs(model, part["input_ids"], part["mask"], args.temperature)
+        scores[:, numbers, : part["mask"].shape[1]] = torch.stack(values).cpu()
     dist.all_reduce(scores)  # a sum: each row is one process's, and 0 in the others
     return scores
 
@@ -273,9 +273,9 @@ def update(model, optimizer, batch, args):
         # Rows without an advantage have no gradient: no pass is paid for them, but where they fill
         # up the processes' equal shares. (Adam's momentum moves the weights in an update without
         # any gradient, too.)
-        trained = batch["advantages"][minibatch].any(1)
-        count = processes * max(1, math.ceil(trained.sum().item() / processes))
-        rows = minibatch[trained.int().argsort(descending=True, stable=True)[:count]]
+        has_gradient = batch["advantages"][minibatch].any(1)
+        count = processes * max(1, math.ceil(has_gradient.sum().item() / processes))
+        rows = minibatch[has_gradient.int().argsort(descending=True, stable=True)[:count]]
         for _, part in micro_batches(batch, rows, args.micro_batch_size, model.device):
             ids, mask, old_logprobs = part["input_ids"], part["mask"], part["old_logprobs"]
             logprobs, _ = common.token_logprobs(model, ids, mask, args.temperature)  # with gradient
@@ -286,8 +286,7 @@ def update(model, optimizer, batch, args):
             loss = (losses * part["weights"]).sum()  # this part's share of the update's loss
             loss.backward()  # adds up over the parts and, as shard has it, the processes
             sums += loss.detach().cpu()
-        limits = {"max_norm": args.max_grad_norm, "error_if_nonfinite": True}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), **limits)
+        norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True)
         norms.append(whole(norm).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -298,24 +297,21 @@ def update(model, optimizer, batch, args):
 # ------------------------------------ Processes and weights ------------------------------------
 def start_processes(args):
     """Joins the processes of torchrun, or makes a group of one; returns (device, dtype)."""
-    on_gpu, alone = torch.cuda.is_available(), {}
-    if "RANK" not in os.environ:
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    on_gpu = torch.cuda.is_available()
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else None
     with explain("cannot start the processes, each with a GPU of its own"):
         if on_gpu:
             torch.cuda.set_device(gpu)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # what is counted is on the CPU
         dist.init_process_group(backend, device_id=gpu, **alone)
-    processes, minibatches = dist.get_world_size(), vars(args).get("minibatches", 1)
-    rows = args.prompts_per_step // minibatches * args.group_size
-    if args.prompts_per_step % processes or rows % processes:
-        what = f"--prompts-per-step and the {rows} completions of a minibatch"
-        sys.exit(f"error: {what} must divide by the {processes} processes")
+    rows = args.prompts_per_step // vars(args).get("minibatches", 1) * args.group_size
+    if rows % dist.get_world_size():
+        what = f"the {rows} completions of an update (--prompts-per-step, --group-size)"
+        sys.exit(f"error: {what} must divide by the {dist.get_world_size()} processes")
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and on_gpu)
-    return gpu or torch.device("cpu"), torch.bfloat16 if bfloat16 else torch.float32
+    return gpu or torch.device("cpu"), getattr(torch, args.dtype)
 
 
 def load_model(kind, name, dtype):
@@ -341,8 +337,8 @@ def shard(model, device, dtype, checkpointing=False):
         module.training = checkpointing and hasattr(module, "gradient_checkpointing")
     if dist.get_world_size() > 1 or dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        kinds = model._no_split_modules or ()
-        for module in [*(m for m in model.modules() if type(m).__name__ in kinds), model]:
+        layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+        for module in [*layers, model]:
             fully_shard(module, mp_policy=policy, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -371,20 +367,17 @@ class VLLMEngine:
     def __init__(self, args, stop_ids, max_length, dtype):
         import vllm
 
-        self.on_gpu = torch.cuda.is_available()
         options = {"gpu_memory_utilization": args.gpu_memory_utilization, "enable_sleep_mode": True}
-        if not self.on_gpu:  # compiling takes longer than it saves, and chunks fail with seeds
+        if not torch.cuda.is_available():  # compiling does not pay, and chunks fail with seeds
             options = {"kv_cache_memory_bytes": 512 << 20, "enable_chunked_prefill": False}
             options["enforce_eager"] = True
             torch.compiler.set_stance("force_eager")
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
-        options["generation_config"] = "vllm"  # not the checkpoint's sampling settings
         options["logprobs_mode"] = "processed_logprobs"  # at the temperature it samples at
         options |= {"dtype": dtype, "max_model_len": max_length, "use_tqdm_on_load": False}
         self.llm, self.Params = vllm.LLM(args.model, **options), vllm.SamplingParams
-        # Of a model that vLLM runs by transformers' code it changes the class, the trainer's too:
-        # __call__ then asks for this.
+        # vLLM changes the class of a model that it runs by transformers' code: it wants this then.
         transformers.PreTrainedModel.do_not_compile = True
         self.has_head = self.llm.apply_model(lambda model: "(lm_head)" in str(model))[0]
         # With top-p or top-k the samples would be another policy's than the one trained.
@@ -394,31 +387,27 @@ class VLLMEngine:
         self.sleep()
 
     def sync(self, weights):
-        """Wakes up, takes (name, tensor) of all weights, forgets what the old ones computed."""
-        if self.on_gpu:
-            self.llm.wake_up(["weights"])
+        """Wakes up and takes (name, tensor) of all weights."""
+        self.llm.wake_up(["weights"])
         # A tied head is sent too: on a CPU vLLM keeps a copy. Gemma 2 has none, and refuses it.
         weights = (pair for pair in weights if self.has_head or pair[0] != "lm_head.weight")
         with explain("vLLM does not take this model's weights"):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.on_gpu:
-            self.llm.wake_up(["kv_cache"])
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps what its old weights have computed")
+        self.llm.wake_up(["kv_cache"])
 
     def generate(self, prompts, seeds, temperature):
         """[(ids up to and with the stop token, their log-probs)], one for each prompt and seed."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         sampling = {**self.sampling, "temperature": temperature}
         params = [self.Params(seed=seed, **sampling) for seed in seeds]
-        requests = self.llm.generate(inputs, params, use_tqdm=False) if prompts else []
+        requests = self.llm.generate(inputs, params, use_tqdm=False)
         samples = [request.outputs[0] for request in requests]
         return [(list(sample.token_ids), sample.logprobs.logprobs) for sample in samples]
 
     def sleep(self):
-        """Leaves the GPU's memory to the update, until the next sync brings new weights."""
-        if self.on_gpu:
-            self.llm.sleep(level=2)
+        """Forgets what these weights computed and leaves the GPU's memory to the update, until the
+        next sync."""
+        self.llm.sleep(level=2)
 
 
 class TransformersEngine:
@@ -445,9 +434,7 @@ def start_engine(args, config, stop_ids, problems, dtype):
     context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
         sys.exit(f"error: --max-completion-tokens: {longest} with a prompt, but {context} are all")
-    kind = TransformersEngine if args.rollout_engine == "transformers" else VLLMEngine
-    if args.rollout_engine == "auto" and not importlib.util.find_spec("vllm"):
-        kind = TransformersEngine
+    kind = VLLMEngine if args.rollout_engine == "vllm" else TransformersEngine
     with explain(f"--rollout-engine {args.rollout_engine} does not start"):
         return kind(args, stop_ids, longest, dtype)
 
@@ -456,16 +443,16 @@ def start_engine(args, config, stop_ids, problems, dtype):
 def rollout(engine, tokenizer, rows, temperature):
     """Samples and scores a completion for each row, (problem, seed): each process does a part, all
     get all. Returns (ids, the engine's log-probs of them, text, reward) of each."""
-    parts = [None] * dist.get_world_size()
-    share = math.ceil(len(rows) / len(parts))
+    gathered = [None] * dist.get_world_size()
+    share = math.ceil(len(rows) / len(gathered))
     rows, done = rows[dist.get_rank() * share :][:share], []
     prompts, seeds = [problem["ids"] for problem, _ in rows], [seed for _, seed in rows]
     sampled = engine.generate(prompts, seeds, temperature)
     for (problem, _), (ids, logprobs) in zip(rows, sampled, strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         done.append((ids, logprobs, text, score(problem, text)))
-    dist.all_gather_object(parts, done)
-    return sum(parts, [])
+    dist.all_gather_object(gathered, done)
+    return sum(gathered, [])
 
 
 def score(problem, text):
@@ -532,7 +519,8 @@ def log_step(run_dir, row, group, tracker):
         tracker.log(row, step=row["step"])
     shown = {"reward": "reward/mean", "uniform": "reward/uniform_groups", "kl": "kl/mean"}
     shown |= {"length": "generation/length", "entropy": "policy/entropy"}
-    shown |= {"clipped": "policy/clip_frac", "held-out": "eval/accuracy"}
+    shown |= {"clipped": "policy/clip_frac", "explained": "critic/explained_variance"}
+    shown |= {"held-out": "eval/accuracy"}
     words = [f"{word} {row[name]:.3f}" for word, name in shown.items() if name in row]
     print(f"{row['step']:4d}", *words, sep="  ", flush=True)
 
@@ -559,8 +547,8 @@ def main(args):
     # What is wrong in the flags and the data shows before a model is loaded.
     device, dtype = start_processes(args)
     with explain(f"--track {args.track}"):
-        wanted = args.track != "none" and dist.get_rank() == 0
-        tracker = importlib.import_module(args.track) if wanted else None
+        off = args.track == "none" or dist.get_rank() > 0
+        tracker = None if off else importlib.import_module(args.track)
     with explain(f"--model {args.model}"):
         tokenizer = common.load_tokenizer(args.model)
     train = load_problems(args, tokenizer, args.dataset, args.split)
@@ -571,12 +559,13 @@ def main(args):
         order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))
 
     # Weights are float32, for in bfloat16 steps of 1e-6 would vanish; the reference never moves.
-    model, ref_model = load_model(AutoModelForCausalLM, args.model, torch.float32), None
-    with explain(f"--model {args.model}"):
-        common.check_logits(model)
-    model = shard(model, device, dtype, args.gradient_checkpointing)
-    if args.beta:
-        ref_model = shard(load_model(AutoModelForCausalLM, args.model, dtype), device, dtype)
+    with FileLock(f"{tempfile.gettempdir()}/{SCRIPT}-{os.getppid()}.lock"):  # in turn, for memory
+        model, ref_model = load_model(AutoModelForCausalLM, args.model, torch.float32), None
+        with explain(f"--model {args.model}"):
+            common.check_logits(model)
+        model = shard(model, device, dtype, args.gradient_checkpointing)
+        if args.beta:
+            ref_model = shard(load_model(AutoModelForCausalLM, args.model, dtype), device, dtype)
     optimizer = make_optimizer(model)
     trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     stop_ids = common.stop_token_ids(tokenizer, model.generation_config)
@@ -590,10 +579,6 @@ def main(args):
     for step in range(start, args.steps + 1):  # `step` batches were trained on before
         row, began = {"step": step}, time.perf_counter()
         engine.sync((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
-        if step % args.eval_every == 0 or step == args.steps:
-            row["eval/accuracy"] = evaluate(engine, tokenizer, held_out)
-        if step > start and (step % args.save_every == 0 or step == args.steps):
-            save_checkpoint(run_dir, step, trained)
 
         # 1. Generate and 2. score. Row p * G + k is the k-th completion of prompt p.
         rows = []
@@ -602,8 +587,12 @@ def main(args):
             rows += [(order[place], seed + k) for k in range(args.group_size)]
         sampled = rollout(engine, tokenizer, rows, args.temperature)
         completions, engine_logprobs, texts, rewards = zip(*sampled, strict=True)
-        engine.sleep()
         row["time/rollout"] = time.perf_counter() - began
+        if step % args.eval_every == 0 or step == args.steps:
+            row["eval/accuracy"] = evaluate(engine, tokenizer, held_out)
+        engine.sleep()
+        if step > start and (step % args.save_every == 0 or step == args.steps):
+            save_checkpoint(run_dir, step, trained)
 
         prompts = [problem["ids"] for problem, _ in rows]
         input_ids, mask = common.collate(prompts, completions, tokenizer.eos_token_id)
@@ -635,7 +624,7 @@ def main(args):
             row |= update(model, optimizer, batch, args)
 
         # 5. Log.
-        ended = [common.truncate_at_stop(ids, stop_ids)[1] for ids in completions]
+        ended = [ids[-1] in stop_ids for ids in completions]
         row["reward/mean"] = rewards.mean().item()
         row["reward/std"] = rewards.std(correction=0).item()
         uniform = torch.isclose(rewards, rewards[:, :1], rtol=1e-12, atol=0).all(1)
@@ -666,8 +655,6 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        advice = (
-            "lower --micro-batch-size, --gpu-memory-utilization, or add --gradient-checkpointing"
-        )
-        sys.exit(f"error: {advice}: {error}")
+        flags = "lower --micro-batch-size, --gpu-memory-utilization, or --gradient-checkpointing"
+        sys.exit(f"error: {flags}: {error}")
     os._exit(0)  # Python's own way out aborts now and then, in threads of gloo

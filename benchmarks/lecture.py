@@ -1,6 +1,6 @@
 """The lecture's claims, each as runs on the built-in task and one picture.
 
-    python benchmarks/lecture.py                   # all of them: about 40 minutes on two cores
+    python benchmarks/lecture.py                   # all of them: about 50 minutes on two cores
     python benchmarks/lecture.py baseline clip     # some
     python benchmarks/lecture.py --draw            # no run: pictures and results/README.md again
 
@@ -26,10 +26,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import variance
 from lecture_claims import CLAIMS, RECORD
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+LIMIT = 0.1  # --mismatch-limit's default
 NAMES = {
     "eval/accuracy": "held-out accuracy",
     "critic/explained_variance": "critic's explained variance",
@@ -70,8 +72,6 @@ def run(claim, label, seed):
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         rows = [json.loads(line) for line in open(Path(folder, "run", "metrics.jsonl"))]
         samples = [json.loads(line) for line in open(Path(folder, "run", "samples.jsonl"))]
-        if claim["metric"] in ("worked", "rambling"):
-            add_shares(rows, Path(folder, "completions.jsonl"))
     keep = ["step", "eval/accuracy", "reward/mean", "generation/length", "policy/entropy"]
     keep += ["policy/clip_frac", "kl/mean", "critic/explained_variance", "worked", "rambling"]
     keep += ["engine/mismatch", "time/step"]
@@ -81,19 +81,6 @@ def run(claim, label, seed):
         for s in (samples[0], samples[-1])
     ]
     return {"setting": label, "seed": seed, "rows": rows, "samples": samples}
-
-
-def add_shares(rows, path):
-    """Adds to each row the shares of its step's samples that work a step, or ramble. The file has
-    each scored completion: one try, the held-out ones of step 0, then those of each step."""
-    texts = [json.loads(line) for line in open(path)]
-    held_out = 200
-    count = (len(texts) - 1 - 2 * held_out) // len(rows)
-    for row in rows:
-        start = 1 + held_out + row["step"] * count + (held_out if row is rows[-1] else 0)
-        part = texts[start : start + count]
-        row["worked"] = sum("=" in text for text in part) / count
-        row["rambling"] = sum(".." in text for text in part) / count
 
 
 def value(claim, record):
@@ -119,6 +106,8 @@ def says(claim, records):
 
     def fill(match):
         first, _, second = match[1].partition(" | ")
+        if first == "stop":
+            return stop(second, records)
         if not second:
             mean, low, high, _ = found[first]
             return f"{mean:.2f} ({low:.2f}–{high:.2f})"
@@ -127,6 +116,44 @@ def says(claim, records):
         return f"{first} against {second}: {where} the spread of {runs} seeds"
 
     return re.sub(r"\[([^\]]+)\]", fill, claim["says"])
+
+
+def stop(setting, records):
+    """At which steps --mismatch-limit would have stopped the runs of a setting."""
+    found = set()
+    for record in records:
+        over = [row["step"] for row in record["rows"] if row["engine/mismatch"] > LIMIT]
+        found |= {over[0] if over else "never"} if record["setting"] == setting else set()
+    return f"step {' or '.join(map(str, sorted(found)))}" if found != {"never"} else "never"
+
+
+def reached(claim, records):
+    """The lines of a table: the first step, and the samples and seconds up to it, with a share of
+    the held-out problems right, in the mean (lowest-highest) of a setting's seeds."""
+    lines = [
+        "",
+        "| first to have right | " + " | ".join(f"{share:.0%}" for share in claim["reach"]) + " |",
+    ]
+    lines += ["|---" * (1 + len(claim["reach"])) + "|"]
+    for label in claim["settings"]:
+        runs = [record["rows"] for record in records if record["setting"] == label]
+        cells = []
+        for share in claim["reach"]:
+            steps, seconds = [], []
+            for rows in runs:
+                right = [row for row in rows if row.get("eval/accuracy", 0) >= share]
+                if right:
+                    steps.append(right[0]["step"])
+                    seconds.append(sum(row["time/step"] for row in rows[: steps[-1]]))
+            mean = sum(steps) / max(1, len(steps))
+            cell = f"step {mean:.0f} ({min(steps)}–{max(steps)})" if steps else "never"
+            cell += (
+                f", {mean * 128:,.0f} samples, {sum(seconds) / len(steps):.0f} s" if steps else ""
+            )
+            missing = f", {len(steps)} of {len(runs)} seeds" if 0 < len(steps) < len(runs) else ""
+            cells.append(cell + missing)
+        lines += [f"| {label} | " + " | ".join(cells) + " |"]
+    return lines
 
 
 def draw(claim, records):
@@ -165,7 +192,7 @@ def section(claim, records):
     """The claim's part of results/README.md."""
     metric, at = NAMES[claim["metric"]], claim["at"]
     at = f"steps {at[0]} to {at[1]}" if isinstance(at, tuple) else f"step {at}"
-    lines = [f"### {claim['title']}", "", claim["lecture"], ""]
+    lines = [f'<a id="{claim["name"]}"></a>', "", f"### {claim['title']}", "", claim["lecture"], ""]
     lines += [f"![{claim['title']}](lecture/{claim['name']}.png)", ""]
     runs = next(iter(numbers(claim, records).values()))[3]
     lines += [f"| setting | {metric}, {at}: mean (lowest–highest of {runs} seeds) | command |"]
@@ -175,6 +202,7 @@ def section(claim, records):
         command = " ".join(f"python {script}.py {claim['flags']} {flags}".split())
         edited = " †" if edits else ""
         lines += [f"| {label} | {mean:.3f} ({low:.3f}–{high:.3f}) | `{command}`{edited} |"]
+    lines += reached(claim, records) if "reach" in claim else []
     lines += ["", says(claim, records), ""]
     for label in claim.get("look", []):
         record = next(r for r in records if r["setting"] == label and r["seed"] == 0)
@@ -195,14 +223,18 @@ def readme():
     begin, end = "<!-- claims: made by benchmarks/lecture.py -->", "<!-- end of claims -->"
     before, _, rest = (RESULTS / "README.md").read_text(encoding="utf-8").partition(begin)
     parts = [section(claim, read(claim)) for claim in CLAIMS if read(claim)]
+    title = '<a id="variance"></a>\n\n### The variance of the gradient, by baseline'
+    table = variance.table(json.loads((RESULTS / "lecture" / "variance.json").read_text()))
+    text = f"{variance.__doc__.split('one core')[1].strip()}\n\n" + "\n".join(table)
+    parts += [f"{title}\n\n{text}\n"]
     return f"{before}{begin}\n\n" + "\n".join(parts) + f"{end}{rest.partition(end)[2]}"
 
 
 def main():
     wanted = [name for name in sys.argv[1:] if name != "--draw"]
-    unknown = set(wanted) - {claim["name"] for claim in CLAIMS}
-    if unknown:
-        sys.exit(f"error: no claim {sorted(unknown)}; there are {[c['name'] for c in CLAIMS]}")
+    names = [claim["name"] for claim in CLAIMS] + ["variance"]
+    if not set(wanted) <= set(names):
+        sys.exit(f"error: no claim {sorted(set(wanted) - set(names))}; there are {names}")
     for claim in CLAIMS:
         if "--draw" not in sys.argv and (not wanted or claim["name"] in wanted):
             jobs = [(c, s) for c in claim["settings"] for s in range(claim["seeds"])]
@@ -218,6 +250,9 @@ def main():
                 print(
                     f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})", flush=True
                 )
+    if "--draw" not in sys.argv and (not wanted or "variance" in wanted):
+        text = json.dumps(variance.run(), indent=1) + "\n"
+        (RESULTS / "lecture" / "variance.json").write_text(text, encoding="utf-8")
     (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
 
 

@@ -5,11 +5,11 @@ task's: 16 prompts x 8 samples a step. `at` is the step whose row is compared, o
 of the steps whose rows are averaged. They were fixed before the seeds were run.
 """
 
-# Every completion that is scored is kept, so that kinds of answers can be counted.
-LINE = "    ending = completion.split"
+# Kinds of answers are counted in every run.
+MEAN = '        row["reward/mean"] = rewards.mean().item()\n'
 RECORD = {
-    LINE: '    with open("completions.jsonl", "a") as file:\n'
-    f'        file.write(json.dumps(completion) + "\\n")\n{LINE}'
+    MEAN: MEAN + '        row["worked"] = sum("=" in text for text in texts) / len(texts)\n'
+    '        row["rambling"] = sum(".." in text for text in texts) / len(texts)\n'
 }
 TENSOR = "        rewards = torch.tensor(rewards, dtype=torch.float64)"
 PLUS_ONE = {TENSOR: TENSOR.replace("= torch", "= 1 + torch")}
@@ -236,7 +236,9 @@ CLAIMS = [
         25,
         25,
         "A right engine reaches [right], one that samples at .7 [temperature .7], one that keeps "
-        "the first weights [old weights] ([right | old weights]).",
+        "the first weights [old weights] ([right | old weights]). The check would have ended the "
+        "second at [stop | temperature .7], the third at [stop | old weights], and the right one "
+        "[stop | right].",
         {
             "right": ("grpo", "", {}),
             "temperature .7": ("grpo", "", COLD),
@@ -270,6 +272,8 @@ CLAIMS = [
         "They end at [reinforce], [rloo], [ppo], [grpo], [gspo] and [cispo], in this order.",
         {name: (name, "", {}) for name in ("reinforce", "rloo", "ppo", "grpo", "gspo", "cispo")},
         seeds=5,
+        flags="--eval-every 2",
+        reach=[0.5, 0.75, 0.9],
         beside=["reward/mean"],
     ),
     claim(

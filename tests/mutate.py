@@ -49,14 +49,14 @@ common: uniform[:, len(chosen_logprobs), None] ⇒ uniform[:, 0, None]
 *: tokenizer, rows, args.temperature) ⇒ tokenizer, rows, 1.0)
 *: temperature=0.0) ⇒ temperature=1.0)
 *: args.eval_dataset or args.dataset, ⇒ args.dataset,
-*: piece["mask"], args.temperature) ⇒ piece["mask"], 1.0)
+*: part["mask"], args.temperature) ⇒ part["mask"], 1.0)
 *: (model, ids, mask, args.temperature) ⇒ (model, ids, mask, 1.0)
 *: .nonzero().max() + 1 ⇒ .nonzero().max()
 *: "sequence-sum": sequences, ⇒ "sequence-sum": 1,
 *: "constant": sequences * max_tokens ⇒ "constant": max_tokens
 *: loss = (losses * part["weights"]).sum() ⇒ loss = losses.sum() / mask.sum()
 ppo grpo gspo cispo: (batch["mask"][m], how, limit) ⇒ (batch["mask"], how, limit)[m]
-*: "max_norm": args.max_grad_norm ⇒ "max_norm": 1e9
+*: clip_grad_norm_(model.parameters(), args.max_grad_norm ⇒ clip_grad_norm_(model.parameters(), 1e9
 reinforce rloo grpo gspo cispo: optimizer.zero_grad() ⇒ pass
 ppo: model.zero_grad() ⇒ pass
 ppo: critic.zero_grad() ⇒ pass
@@ -85,16 +85,17 @@ ppo: critic.zero_grad() ⇒ pass
 *: step = int(last.parent.name) if last else 0 ⇒ step = 0
 *: .splitlines(keepends=True)[:step] ⇒ .splitlines(keepends=True)[: step + 1]
 *: shutil.rmtree(old) ⇒ pass
-*: default = Args(**saved) ⇒ default = Args()
+*: default=Args(**saved) ⇒ default=Args()
+*: self.llm.sleep(level=2) ⇒ pass
 *: params = [self.Params(seed=seed, ⇒ params = [self.Params(
 reinforce rloo grpo gspo cispo: [minibatch].any(1) ⇒ [minibatch].gt(0).any(1)
 grpo gspo cispo: .any(1) | (args.beta > 0) ⇒ .any(1)
 ppo grpo gspo cispo: in minibatches * args.update_epochs: ⇒ in minibatches:
 ppo grpo gspo cispo: loss.detach() / updates ⇒ loss.detach()
 ppo grpo gspo cispo: norm = sum(norms) / updates ⇒ norm = norms[-1]
-ppo grpo gspo cispo: (args.clip_eps_low, args.clip ⇒ (args.clip_eps_high, args.clip
-ppo grpo gspo cispo: args.clip_eps_high) ⇒ args.clip_eps_low)
-ppo grpo gspo cispo: advantages, mask, *clip) ⇒ advantages, mask)
+ppo grpo gspo cispo: mask, low, high) ⇒ mask, high, high)
+ppo grpo gspo cispo: mask, low, high) ⇒ mask, low, low)
+ppo grpo gspo cispo: advantages, mask, low, high) ⇒ advantages, mask)
 ppo grpo gspo cispo: clamp(1 - clip_eps_low, 1 + clip_eps_high) ⇒ clamp(max=1 + clip_eps_high)
 grpo gspo cispo: losses + args.beta * kl ⇒ losses - args.beta * kl
 grpo gspo cispo: (logprobs, part["ref_logprobs"], ⇒ (part["ref_logprobs"], logprobs,
@@ -124,7 +125,7 @@ ppo: torch.max(loss, ⇒ torch.min(loss,
 ppo: losses - args.entropy_coef ⇒ losses + args.entropy_coef
 ppo: args.value_learning_rate * warm ⇒ args.value_learning_rate
 ppo: waits = step < args ⇒ waits = step <= args
-ppo: clip_grad_norm_(critic.parameters(), **limits) ⇒ clip_grad_norm_(critic.parameters(), 1e9)
+ppo: (critic.parameters(), args.max_grad_norm ⇒ (critic.parameters(), 1e9
 ppo: trained["critic"] = critic.state_dict() ⇒ pass
 ppo: trained["value_optimizer"] = ⇒ _ =
 ppo: kl_penalty = trained["kl_penalty"] = ⇒ kl_penalty =
@@ -136,7 +137,7 @@ ppo: kl_estimate(-log_ratio, ⇒ kl_estimate(log_ratio,
 ppo: (batch["old_logprobs"], logprobs, kind="k3") ⇒ (logprobs, batch["old_logprobs"], kind="k3")
 ppo: explained_variance(values[mask], returns[mask]) ⇒ explained_variance(values, returns)
 ppo: values = critic(ids)[:, :-1] ⇒ values = critic(ids)[:, 1:]
-ppo: critic(piece["input_ids"])[:, :-1] ⇒ critic(piece["input_ids"])[:, 1:]
+ppo: critic(part["input_ids"])[:, :-1] ⇒ critic(part["input_ids"])[:, 1:]
 """
 
 

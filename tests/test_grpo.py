@@ -311,12 +311,12 @@ def test_micro_batches_are_the_rows_without_needless_columns(
 ):
     batch, asked = make_batch(tiny_model, tokenizer, ADVANTAGES), torch.tensor([11, 2, 5, 0, 7])
     seen = []
-    for rows, piece in grpo.micro_batches(batch, asked, size, torch.device("cpu")):
-        width = piece["mask"].shape[1]
-        assert len(rows) <= size and piece["mask"][:, -1].any()
-        assert torch.equal(piece["input_ids"], batch["input_ids"][rows, : width + 1])
-        assert torch.equal(piece["mask"], batch["mask"][rows, :width])
-        assert torch.equal(piece["advantages"], ADVANTAGES[rows])
+    for rows, part in grpo.micro_batches(batch, asked, size, torch.device("cpu")):
+        width = part["mask"].shape[1]
+        assert len(rows) <= size and part["mask"][:, -1].any()
+        assert torch.equal(part["input_ids"], batch["input_ids"][rows, : width + 1])
+        assert torch.equal(part["mask"], batch["mask"][rows, :width])
+        assert torch.equal(part["advantages"], ADVANTAGES[rows])
         assert not batch["mask"][rows, width:].any()  # no token was cut off
         seen += rows.tolist()
     assert sorted(seen) == sorted(asked.tolist())

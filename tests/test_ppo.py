@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import tyro
 from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, near, plain_logprobs
 from transformers import AutoConfig, LlamaForSequenceClassification
 
@@ -264,29 +265,36 @@ def batch(tiny_model, tokenizer, critic):
     return {**batch, "advantages": advantages}
 
 
-def mean_of_means(losses, mask):
-    return ((losses * mask).sum(1) / mask.sum(1)).mean()
+ACTOR_CRITIC = "--lam 1 --no-whiten --loss-aggregation sequence-sum --minibatches 1"
+ACTOR_CRITIC += " --value-warmup-steps 0"
+
+
+def mean_of_sums(losses, mask):
+    return (losses * mask).sum(1).mean()
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
 @pytest.mark.parametrize("objective", ["clip", "kl-penalty"])
-def test_at_lam_1_an_update_is_actor_critic(tiny_model, critic, batch, objective, size):
+def test_actor_critic_is_the_command_of_the_docstring(tiny_model, critic, batch, objective, size):
     # Policy: -(G - V) logp. Critic: (V - G)^2 / 2. Neither of the two has a share of the other's.
+    assert ACTOR_CRITIC in " ".join(ppo.__doc__.split())
+    flags = f"{ACTOR_CRITIC} --objective {objective} --micro-batch-size {size} --max-grad-norm 1e9"
+    args = tyro.cli(ppo.Args, args=flags.split())
+    assert not args.whiten and (args.lam, args.gamma, args.value_warmup_steps) == (1, 1, 0)
     mask = batch["mask"]
     advantages = SCORES[:, None] - batch["old_values"]
     losses = -advantages * plain_logprobs(tiny_model, batch)
-    expected = flat_gradient(tiny_model, mean_of_means(losses, mask))
+    expected = flat_gradient(tiny_model, mean_of_sums(losses, mask))
     values = critic(batch["input_ids"])[:, :-1]
-    value_loss = mean_of_means((values - SCORES[:, None]) ** 2 / 2, mask)
+    value_loss = mean_of_sums((values - SCORES[:, None]) ** 2 / 2, mask)
     expected_of_critic = flat_gradient(critic, value_loss)
 
     recorders = (Recorder(tiny_model), Recorder(critic))
-    args = ppo.Args(objective=objective, micro_batch_size=size, minibatches=1, max_grad_norm=1e9)
     metrics = ppo.update((tiny_model, critic), recorders, batch, args, 1.0)
     for recorder, right in zip(recorders, (expected, expected_of_critic), strict=True):
         assert right.norm() > 0.01
         near(recorder.gradients[0] / right.norm(), right / right.norm(), atol=5e-6)
     assert metrics["loss/value"] == pytest.approx(value_loss.item(), rel=1e-5)
-    right = -mean_of_means(advantages, mask).item()  # at the ratio 1
+    right = -mean_of_sums(advantages, mask).item()  # at the ratio 1
     assert metrics["loss/policy"] == pytest.approx(right, abs=1e-5)
     assert metrics["policy/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)

@@ -97,3 +97,13 @@ def test_bfloat16_and_gradient_checkpointing_on_two_processes(one, tmp_path):
         moved.append(torch.cat(parts))
     assert moved[0].norm() > 0.01
     assert torch.cosine_similarity(*moved, dim=0) > 0.9, torch.cosine_similarity(*moved, dim=0)
+
+
+def test_a_machine_holds_one_whole_model_at_a_time(tmp_path):
+    note = 'open("turns", "a").write(f"{dist.get_rank()}\\n" + " " * (time.sleep(0.5) or 0))\n'
+    first, last = "        model, ref_model = load_model(", "        model = shard(model, device"
+    edits = [(first, f"        {note}{first}"), (last, f"        {note}{last}")]
+    script = copy(tmp_path, "ppo", *edits)
+    run(script, *small("ppo", "--steps", 1, "--output-dir", tmp_path / "run"), processes=2)
+    turns = (tmp_path / "turns").read_text().split()
+    assert turns in (["0", "0", "1", "1"], ["1", "1", "0", "0"])

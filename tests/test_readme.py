@@ -4,10 +4,10 @@ import ast
 import difflib
 import importlib
 import re
-import sys
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, read_jsonl
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
@@ -64,8 +64,39 @@ def test_ci_finds_the_one_command_that_tests():
     assert len(re.findall(r"^ .*-m pytest$", README, re.MULTILINE)) == 1
 
 
-def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    lecture = importlib.import_module("lecture")
+@pytest.fixture
+def lecture(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("lecture")
+
+
+def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs(lecture):
     assert lecture.readme() == RESULTS, "run: python benchmarks/lecture.py --draw"
-    assert RESULTS.count(" the spread of 3 seeds)") >= 3
+    assert RESULTS.count(" the spread of ") >= 3
+    runs = read_jsonl(ROOT / "results" / "lecture" / "baseline.jsonl")
+    runs = [run["rows"] for run in runs if run["setting"] == "none"]
+    right = [row["eval/accuracy"] for rows in runs for row in rows if row["step"] == 30]
+    numbers = f"{sum(right) / 3:.3f} ({min(right):.3f}–{max(right):.3f})"
+    assert len(right) == 3 and f"| none | {numbers} |" in RESULTS
+
+
+def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
+    def rows(first, *shares):
+        found = enumerate(shares, first)
+        keys = ("step", "eval/accuracy", "time/step", "engine/mismatch")
+        return [dict(zip(keys, (i, share, 2.0, share / 4), strict=True)) for i, share in found]
+
+    records = [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.6)}]  # .15 nats in row 2
+    records += [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.3, 0.3, 0.7, 0.8)}]
+    lines = lecture.reached({"settings": {"a": 0}, "reach": [0.5, 0.75, 0.9]}, records)
+    # Steps 2 and 4, 3 x 128 samples in the mean, 2 s for each row before: (4 + 8) / 2.
+    cells = ["step 3 (2–4), 384 samples, 6 s", "step 5 (5–5), 640 samples, 10 s, 1 of 2 seeds"]
+    assert lines[-1] == f"| a | {cells[0]} | {cells[1]} | never |"
+    assert lecture.stop("a", records) == "step 2 or 4"
+    assert lecture.stop("a", [{"setting": "a", "rows": rows(0, 0.1, 0.3)}]) == "never"
+
+
+def test_the_spread_of_gradients(lecture):
+    # Entries (0, 2) and (1, 1): variances 2 and 0, means 1 and 1; |mean|^2 - variance / 2 = 1.
+    variance, _, signal = lecture.variance.spread(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+    assert (variance, signal) == (2, 1)

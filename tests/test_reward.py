@@ -145,9 +145,12 @@ def test_an_answer_is_text_that_scores_1(load, tokenizer, answer, text, flags):
 REFUSED = r"row 0 .*\'answer\'.*read_answer cannot use"
 
 
-@pytest.mark.parametrize(
-    "answer", [r"\text{even}", "", None, {"ground_truth": "34"}, True, ["34"], math.inf]
-)
+def test_a_field_that_has_fields_is_refused_with_their_names(load):
+    with pytest.raises(SystemExit, match=r"row 0 .*'answer\.ground_truth'.*: 'answer'$"):
+        load({"p": "1+1=?", "answer": {"ground_truth": "34"}})
+
+
+@pytest.mark.parametrize("answer", [r"\text{even}", "", None, True, ["34"], math.inf])
 def test_an_answer_that_cannot_be_used_ends_the_run_with_its_row(load, answer):
     with pytest.raises(SystemExit, match=REFUSED) as caught:
         load({"p": "1+1=?", "answer": answer})
