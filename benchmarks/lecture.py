@@ -8,7 +8,8 @@ Each setting of a claim is run with several seeds, two runs at a time, one threa
 an engine is edited the way a user does it: the script is copied beside common.py, and a line of the
 copy is replaced. What is compared, and at which step, stands in lecture_claims.py, and stood there
 before the seeds were run. results/lecture/<claim>.jsonl gets a line for each run. Two settings are
-called apart where the ranges of their seeds do not touch; nothing more is claimed of so few.
+called apart where the ranges of their seeds do not touch; nothing more is claimed of so few, but
+whether each seed, with the same prompts and random numbers for both, shows the same sign.
 """
 
 import json
@@ -31,7 +32,6 @@ from lecture_claims import CLAIMS, RECORD
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-LIMIT = 0.1  # --mismatch-limit's default
 NAMES = {
     "eval/accuracy": "held-out accuracy",
     "critic/explained_variance": "critic's explained variance",
@@ -106,25 +106,32 @@ def says(claim, records):
 
     def fill(match):
         first, _, second = match[1].partition(" | ")
-        if first == "stop":
-            return stop(second, records)
+        if first.startswith("stop"):
+            return stop(second, records, float(first.removeprefix("stop ")))
         if not second:
             mean, low, high, _ = found[first]
             return f"{mean:.2f} ({low:.2f}–{high:.2f})"
         (_, a, b, runs), (_, c, d, _) = found[first], found[second]
-        where = "beyond" if b < c or d < a else "within"
-        return f"{first} against {second}: {where} the spread of {runs} seeds"
+        if b < c or d < a:
+            return f"{first} against {second}: beyond the spread of {runs} seeds"
+        pairs = {seed: [] for seed in range(runs)}
+        for record in records:
+            if record["setting"] in (first, second):
+                pairs[record["seed"]].append(value(claim, record))
+        signs = {one < other for one, other in pairs.values()}
+        each = ", though apart the same way in each of them" if len(signs) == 1 else ""
+        return f"{first} against {second}: within the spread of {runs} seeds{each}"
 
     return re.sub(r"\[([^\]]+)\]", fill, claim["says"])
 
 
-def stop(setting, records):
-    """At which steps --mismatch-limit would have stopped the runs of a setting."""
+def stop(setting, records, limit):
+    """At which steps a --mismatch-limit would have stopped the runs of a setting."""
     found = set()
     for record in records:
-        over = [row["step"] for row in record["rows"] if row["engine/mismatch"] > LIMIT]
+        over = [row["step"] for row in record["rows"] if row["engine/mismatch"] > limit]
         found |= {over[0] if over else "never"} if record["setting"] == setting else set()
-    return f"step {' or '.join(map(str, sorted(found)))}" if found != {"never"} else "never"
+    return "never" if found == {"never"} else f"at step {' or '.join(map(str, sorted(found)))}"
 
 
 def reached(claim, records):
@@ -159,7 +166,7 @@ def reached(claim, records):
 def draw(claim, records):
     """The claim's picture: a curve for each setting, shaded from the lowest seed to the highest."""
     panels = [claim["metric"], *claim.get("beside", [])]
-    size = (max(7.6, 5.2 * len(panels)), 4.0)
+    size = (max(7.6, 3.8 * len(panels)), 3.8)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
     for axis, metric in zip(axes[0], panels, strict=True):
         for number, label in enumerate(claim["settings"]):
@@ -181,6 +188,7 @@ def draw(claim, records):
             axis.axvspan(first - 0.15, last + 0.15, color="grey", alpha=0.25, linewidth=0)
     figure.suptitle(claim["title"], fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
+    labels = [f"{claim.get('flag', '')} {label}".strip() for label in labels]
     place = {"loc": "lower center", "ncols": min(4, len(labels)), "frameon": False}
     figure.legend(handles, labels, fontsize=9, **place)
     figure.tight_layout(rect=(0, 0.05 + 0.05 * ((len(labels) - 1) // 4), 1, 1))

@@ -13,7 +13,7 @@ RECORD = {
 }
 TENSOR = "        rewards = torch.tensor(rewards, dtype=torch.float64)"
 PLUS_ONE = {TENSOR: TENSOR.replace("= torch", "= 1 + torch")}
-LENGTH = "[r + 0.02 * len(text) for r, text in zip(rewards, texts, strict=True)]"
+LENGTH = "[r + 0.01 * len(text) for r, text in zip(rewards, texts, strict=True)]"
 LONGER = {TENSOR: TENSOR.replace("(rewards", f"({LENGTH}")}
 SYNC = "        engine.sync((name"
 OLD_WEIGHTS = {SYNC: f"        step > start or {SYNC.strip()}"}
@@ -65,7 +65,7 @@ CLAIMS = [
             "3e-4": ("rloo", "--learning-rate 3e-4", {}),
             "3e-5": ("rloo", "--learning-rate 3e-5", {}),
         },
-        flags="--eval-every 5",
+        flag="--learning-rate",
     ),
     claim(
         "clip",
@@ -108,6 +108,7 @@ CLAIMS = [
             ".2": ("gspo", "--clip-eps-low 0.2 --clip-eps-high 0.2", {}),
         },
         flags=MANY,
+        flag="--clip-eps-low, -high",
     ),
     claim(
         "gspo-short",
@@ -123,6 +124,7 @@ CLAIMS = [
             ".01": ("gspo", "--clip-eps-low 0.01 --clip-eps-high 0.01", {}),
             ".2": ("gspo", "--clip-eps-low 0.2 --clip-eps-high 0.2", {}),
         },
+        flag="--clip-eps-low, -high",
         beside=["policy/clip_frac"],
     ),
     claim(
@@ -132,13 +134,15 @@ CLAIMS = [
         ACCURACY,
         30,
         30,
-        "PPO with λ = 0 reaches [0], with .95 [.95], with 1 [1] ([0 | 1]). The explained variance "
-        "beside it is no comfort: at λ = 0 the critic is fitted to its own guesses.",
+        "PPO with λ = 0 reaches [0], with .95 [.95], with 1 [1] ([0 | 1]). At λ = 0 the critic is "
+        "fitted to its own next guess, so the score at the end reaches the tokens before it one by "
+        "one, and until then the policy is taught noise.",
         {
             "0": ("ppo", "--lam 0", {}),
             ".95": ("ppo", "--lam 0.95", {}),
             "1": ("ppo", "--lam 1", {}),
         },
+        flag="--lam",
         beside=["critic/explained_variance"],
     ),
     claim(
@@ -170,23 +174,26 @@ CLAIMS = [
             "constant": ("grpo", "--loss-aggregation constant", {}),
             "Dr. GRPO": ("grpo", "--loss-aggregation constant --no-scale-by-std", {}),
         },
+        seeds=5,
     ),
     claim(
         "hacking",
         "Reward hacking, and what a KL to the reference does about it",
-        "The reward trained on is right + .02 × characters (†); the accuracy is of the true one.",
+        "The reward trained on is right + .01 × characters (†); the accuracy is of the true one.",
         ACCURACY,
-        20,
-        20,
+        30,
+        30,
         "β = 0 reaches a true accuracy of [0], β = .05 [.05], β = .3 [.3] ([0 | .3]), while the "
-        "proxy rises in all three.",
+        "proxy rises in all three: forty dots are worth .4, and easier to find than a sum.",
         {
             "0": ("grpo", "--beta 0", LONGER),
             ".05": ("grpo", "--beta 0.05", LONGER),
             ".3": ("grpo", "--beta 0.3", LONGER),
         },
+        flag="--beta",
+        seeds=5,
         beside=["generation/length", "reward/mean"],
-        look=["0"],
+        look=["0", ".3"],
     ),
     claim(
         "temperature",
@@ -201,6 +208,7 @@ CLAIMS = [
             "1": ("grpo", "--temperature 1", {}),
             "1.5": ("grpo", "--temperature 1.5", {}),
         },
+        flag="--temperature",
     ),
     claim(
         "kl",
@@ -211,6 +219,7 @@ CLAIMS = [
         30,
         "GRPO with β = .05 reaches [.05], with β = 1 [1] ([.05 | 1]); the KL is beside it.",
         {".05": ("grpo", "--beta 0.05", {}), "1": ("grpo", "--beta 1", {})},
+        flag="--beta",
         beside=["kl/mean"],
     ),
     claim(
@@ -230,15 +239,17 @@ CLAIMS = [
     claim(
         "engine",
         "An engine that samples from another policy",
-        "Old weights, or another temperature than is scored (†). --mismatch-limit stops such runs "
-        "at their first differing step; here it and the correction are off.",
+        "Old weights, or another temperature than is scored (†). --mismatch-limit stops "
+        "such runs; here it and the correction are off.",
         ACCURACY,
         25,
         25,
         "A right engine reaches [right], one that samples at .7 [temperature .7], one that keeps "
-        "the first weights [old weights] ([right | old weights]). The check would have ended the "
-        "second at [stop | temperature .7], the third at [stop | old weights], and the right one "
-        "[stop | right].",
+        "the first weights [old weights] ([right | old weights]). The default limit, .1 for the "
+        "rounding of bfloat16, would have ended the last [stop .1 | old weights] and the second "
+        "[stop .1 | temperature .7], for this model's tokens are nearly certain. In float32 a "
+        "limit of .001 ends them [stop .001 | old weights] and [stop .001 | temperature .7], and "
+        "the right one [stop .001 | right].",
         {
             "right": ("grpo", "", {}),
             "temperature .7": ("grpo", "", COLD),
@@ -261,6 +272,7 @@ CLAIMS = [
             "8": ("grpo", "--prompts-per-step 16 --group-size 8", {}),
             "32": ("grpo", "--prompts-per-step 4 --group-size 32", {}),
         },
+        flag="--group-size",
     ),
     claim(
         "six",

@@ -60,6 +60,13 @@ def test_the_changed_lines_in_the_table_are_the_files():
         assert len(changed) == int(count), f"diff {first}.py {second}.py is {len(changed)} lines"
 
 
+def test_the_pictures_that_the_readme_links_to_are_there():
+    links = set(re.findall(r"results/README\.md#([\w-]+)", README))
+    assert len(links) >= 15 and links <= set(re.findall(r'<a id="([\w-]+)">', RESULTS))
+    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", RESULTS):
+        assert (ROOT / "results" / path).exists(), path
+
+
 def test_ci_finds_the_one_command_that_tests():
     assert len(re.findall(r"^ .*-m pytest$", README, re.MULTILINE)) == 1
 
@@ -92,8 +99,8 @@ def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
     # Steps 2 and 4, 3 x 128 samples in the mean, 2 s for each row before: (4 + 8) / 2.
     cells = ["step 3 (2–4), 384 samples, 6 s", "step 5 (5–5), 640 samples, 10 s, 1 of 2 seeds"]
     assert lines[-1] == f"| a | {cells[0]} | {cells[1]} | never |"
-    assert lecture.stop("a", records) == "step 2 or 4"
-    assert lecture.stop("a", [{"setting": "a", "rows": rows(0, 0.1, 0.3)}]) == "never"
+    assert lecture.stop("a", records, 0.1) == "at step 2 or 4"
+    assert lecture.stop("a", records, 0.2) == "never"
 
 
 def test_the_spread_of_gradients(lecture):
