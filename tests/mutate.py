@@ -4,7 +4,8 @@
     python tests/mutate.py clip          # those that have "clip" in them
     python tests/mutate.py clip --tests tests/test_runs.py tests/test_resume.py
 
-It is run by hand: half an hour. A survivor is a missing test, or a change that changes nothing.
+It is run by hand: half an hour. Each is tried on the fast tests, and what lives on those of whole
+runs. A survivor is a missing test, or a change that changes nothing.
 """
 
 import argparse
@@ -14,12 +15,15 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"]
+WHOLE_RUNS = [f"tests/test_{name}.py" for name in ("runs", "resume", "command", "vllm")]
+FORK = multiprocessing.get_context("fork")
 
 # files: old text ⇒ new text. The old text is once in each of the files; * is all six scripts.
 MUTATIONS = """
@@ -157,12 +161,15 @@ def main():
     import datasets, math_verify, torch.distributed.checkpoint, torch.distributed.fsdp  # noqa
     import transformers.models.llama, transformers.generation, tyro  # noqa
 
-    jobs, survivors = [(line, options.tests) for line in ["", *lines]], []
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        for line, failure in zip(["", *lines], pool.imap(first_failure, jobs), strict=True):
-            print(failure or ("SURVIVED" if line else "passed"), line, sep="    ", flush=True)
-            survivors += [] if failure or not line else [line]
-    print(f"{len(survivors)} of {len(lines)} survived:", *survivors, sep="\n")
+    survivors = ["", *lines]  # "" is no change: it must survive
+    with ThreadPoolExecutor(2) as pool:
+        for tests in [options.tests] if options.tests else [[], WHOLE_RUNS]:
+            tried, survivors = survivors, []
+            jobs = [(line, tests) for line in tried]
+            for line, failure in zip(tried, pool.map(in_a_fork, jobs), strict=True):
+                print(failure or "survived", line or "(no change)", sep="    ", flush=True)
+                survivors += [] if failure else [line]
+    print(f"{len(survivors) - 1} of {len(lines)} survived:", *survivors[1:], sep="\n")
 
 
 def parts(line):
@@ -170,6 +177,16 @@ def parts(line):
     names, change = line.split(": ", 1)
     old, new = change.replace("\\n", "\n").split(" ⇒ ")
     return SCRIPTS if names == "*" else names.split(), old, new
+
+
+def in_a_fork(job):
+    """first_failure in a process that may start others, as the tests of whole runs do."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: sender.send(first_failure(job)))
+    process.start()
+    failure = receiver.recv()
+    process.join()
+    return failure
 
 
 def first_failure(job):
