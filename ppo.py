@@ -212,7 +212,7 @@ def read_answer(answer):
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
     if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?|-?\d+/\d+", answer):
         return read(answer)
-    if re.fullmatch(r"(\\text\{)?[A-Za-z /]{2,}\}?|[-\d. /e:]+", answer):
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d. /e]+|\d+:\d\d\b.*", answer):
         return []  # words, dates and times, which it takes for products and differences
     return read(f"${answer}$")
 
@@ -230,8 +230,9 @@ def reward(prompt, completion, answer):
 def shaped_rewards(scores, kl, mask, beta):
     """-beta kl (B, T-1) on each token of mask (B, T-1), plus the score (B,) on the last one."""
     last = (mask.cumsum(1) * mask).argmax(1, keepdim=True)
-    penalty = torch.where(mask, -beta * kl, 0.0).to(scores.dtype)
-    return penalty.scatter_add(1, last, scores[:, None])
+    dtype = torch.promote_types(scores.dtype, kl.dtype)
+    penalty = torch.where(mask, -beta * kl, 0.0).to(dtype)
+    return penalty.scatter_add(1, last, scores[:, None].to(dtype))
 
 
 def gae(rewards, values, mask, gamma=1.0, lam=0.95):
@@ -410,8 +411,8 @@ def start_processes(args):
         dist.init_process_group(backend, device_id=gpu, **alone)
     rows = args.prompts_per_step // vars(args).get("minibatches", 1) * args.group_size
     if rows % dist.get_world_size():
-        what = f"the {rows} completions of an update (--prompts-per-step, --group-size)"
-        sys.exit(f"error: {what} must divide by the {dist.get_world_size()} processes")
+        what = f"the {rows} completions of an update by {dist.get_world_size()} processes"
+        sys.exit(f"error: cannot divide {what}: change --prompts-per-step")
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     return gpu or torch.device("cpu"), getattr(torch, args.dtype)
@@ -671,7 +672,8 @@ def log_step(run_dir, row, group, tracker):
 
 def save_model(run_dir, model, tokenizer, source, dtype):
     """Writes model/, a folder that transformers and vLLM load; `source` is what it began as."""
-    weights = {name: whole(weight.to(dtype)).cpu() for name, weight in model.state_dict().items()}
+    weights = ((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
+    weights = {name: weight.cpu() for name, weight in weights if dist.get_rank() == 0}
     model.to(dtype)  # so that its configuration names it
     if dist.get_rank() > 0:
         return
@@ -703,7 +705,7 @@ def main(args):
         order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))
 
     # Weights are float32, for in bfloat16 steps of 1e-6 would vanish; the reference never moves.
-    with FileLock(f"{tempfile.gettempdir()}/{SCRIPT}-{os.getppid()}.lock"):  # in turn, for memory
+    with FileLock(f"{tempfile.gettempdir()}/{Path.home().name}-{os.getppid()}.lock"):  # in turn
         model, ref_model = load_model(AutoModelForCausalLM, args.model, torch.float32), None
         with explain(f"--model {args.model}"):
             common.check_logits(model)

@@ -190,7 +190,7 @@ def read_answer(answer):
     answer = answer.split("####")[-1].strip().strip("$")  # GSM8K writes #### before its answers
     if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?|-?\d+/\d+", answer):
         return read(answer)
-    if re.fullmatch(r"(\\text\{)?[A-Za-z /]{2,}\}?|[-\d. /e:]+", answer):
+    if re.fullmatch(r"(\\text\{)?[A-Za-z ]{2,}\}?|[-\d. /e]+|\d+:\d\d\b.*", answer):
         return []  # words, dates and times, which it takes for products and differences
     return read(f"${answer}$")
 
@@ -307,8 +307,8 @@ def start_processes(args):
         dist.init_process_group(backend, device_id=gpu, **alone)
     rows = args.prompts_per_step // vars(args).get("minibatches", 1) * args.group_size
     if rows % dist.get_world_size():
-        what = f"the {rows} completions of an update (--prompts-per-step, --group-size)"
-        sys.exit(f"error: {what} must divide by the {dist.get_world_size()} processes")
+        what = f"the {rows} completions of an update by {dist.get_world_size()} processes"
+        sys.exit(f"error: cannot divide {what}: change --prompts-per-step")
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     return gpu or torch.device("cpu"), getattr(torch, args.dtype)
@@ -527,7 +527,8 @@ def log_step(run_dir, row, group, tracker):
 
 def save_model(run_dir, model, tokenizer, source, dtype):
     """Writes model/, a folder that transformers and vLLM load; `source` is what it began as."""
-    weights = {name: whole(weight.to(dtype)).cpu() for name, weight in model.state_dict().items()}
+    weights = ((name, whole(weight.to(dtype))) for name, weight in model.state_dict().items())
+    weights = {name: weight.cpu() for name, weight in weights if dist.get_rank() == 0}
     model.to(dtype)  # so that its configuration names it
     if dist.get_rank() > 0:
         return
@@ -559,7 +560,7 @@ def main(args):
         order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))
 
     # Weights are float32, for in bfloat16 steps of 1e-6 would vanish; the reference never moves.
-    with FileLock(f"{tempfile.gettempdir()}/{SCRIPT}-{os.getppid()}.lock"):  # in turn, for memory
+    with FileLock(f"{tempfile.gettempdir()}/{Path.home().name}-{os.getppid()}.lock"):  # in turn
         model, ref_model = load_model(AutoModelForCausalLM, args.model, torch.float32), None
         with explain(f"--model {args.model}"):
             common.check_logits(model)

@@ -68,7 +68,7 @@ def run(claim, label, seed):
             capture_output=True,
             text=True,
         )
-        if done.returncode and "--mismatch-limit" not in done.stderr:
+        if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         rows = [json.loads(line) for line in open(Path(folder, "run", "metrics.jsonl"))]
         samples = [json.loads(line) for line in open(Path(folder, "run", "samples.jsonl"))]
@@ -84,11 +84,10 @@ def run(claim, label, seed):
 
 
 def value(claim, record):
-    """What is compared of one run: the metric in the row of its step, or averaged over steps. A
-    run that was stopped before has its last value."""
+    """What is compared of one run: the metric in the row of its step, or averaged over steps."""
     first, last = claim["at"] if isinstance(claim["at"], tuple) else (claim["at"], claim["at"])
     rows = [row for row in record["rows"] if claim["metric"] in row]
-    inside = [row for row in rows if first <= row["step"] <= last] or rows[-1:]
+    inside = [row for row in rows if first <= row["step"] <= last]
     return sum(row[claim["metric"]] for row in inside) / len(inside)
 
 
@@ -110,7 +109,7 @@ def says(claim, records):
             return stop(second, records, float(first.removeprefix("stop ")))
         if not second:
             mean, low, high, _ = found[first]
-            return f"{mean:.2f} ({low:.2f}–{high:.2f})"
+            return f"{mean:.3f} ({low:.3f}–{high:.3f})"
         (_, a, b, runs), (_, c, d, _) = found[first], found[second]
         if b < c or d < a:
             return f"{first} against {second}: beyond the spread of {runs} seeds"
@@ -118,8 +117,8 @@ def says(claim, records):
         for record in records:
             if record["setting"] in (first, second):
                 pairs[record["seed"]].append(value(claim, record))
-        signs = {one < other for one, other in pairs.values()}
-        each = ", though apart the same way in each of them" if len(signs) == 1 else ""
+        signs = {(one > other) - (one < other) for one, other in pairs.values()}
+        each = ", though apart the same way in each of them" if signs in ({1}, {-1}) else ""
         return f"{first} against {second}: within the spread of {runs} seeds{each}"
 
     return re.sub(r"\[([^\]]+)\]", fill, claim["says"])

@@ -10,7 +10,6 @@ of the same policy on other prompts. The best constant is the b with the least v
 g_none - b g_1, g_1 being the gradient with each advantage 1: cov(g_none, g_1) / var(g_1).
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -119,19 +118,17 @@ def table(policies):
             share = variance / policy["baselines"]["none"][0]
             cells += f" {variance:.2f} ± {error:.2f} | {share:.0%} | {max(0, signal) ** 0.5:.2f} |"
         lines.append(f"| {name} |{cells}")
-    before, after = policies
-    share, mean = after["constant"], after["reward"]
-    times = (1 - share) / (1 - mean) / (share / mean)
-    text = f"The best constant was {before['constant']:.2f} and {share:.2f}. It is the mean reward"
-    text += " weighed by the squared length of ∇ log π, and all rows estimate one gradient. A right"
-    text += " answer is made of likely tokens, a wrong one of surprising ones, whose gradients are"
+    times = []
+    for policy in policies:
+        share, mean = policy["constant"], policy["reward"]
+        times.append((1 - share) / (1 - mean) / (share / mean))
+    text = f"The best constant was {policies[0]['constant']:.2f} and {policies[1]['constant']:.2f}."
     text += (
-        f" long: after {RLOO_STEPS} steps about {times:.0f} times as long, squared. So there the"
+        " It is the mean reward weighed by the squared length of ∇ log π: by it a wrong answer's"
     )
-    text += " mean reward is no good baseline, and none at all is a better one, as long as a wrong"
-    text += " answer's reward is 0; with 1 added to every reward the baselines earn their keep."
+    text += f" squared gradient is {times[0]:.1f} times a right one's at first, and after"
+    text += f" {RLOO_STEPS} steps {times[1]:.0f} times, when right answers have become the likely"
+    text += " ones. So there the mean reward is no good baseline, and none at all is a better one,"
+    text += " as long as a wrong answer's reward is 0; with 1 added to every reward the baselines"
+    text += " earn their keep. All rows estimate one gradient."
     return [*lines, "", text]
-
-
-if __name__ == "__main__":
-    json.dump(run(), sys.stdout, indent=1)

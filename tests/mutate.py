@@ -169,6 +169,8 @@ def main():
             for line, failure in zip(tried, pool.map(in_a_fork, jobs), strict=True):
                 print(failure or "survived", line or "(no change)", sep="    ", flush=True)
                 survivors += [] if failure else [line]
+            if survivors[:1] != [""]:
+                sys.exit("the tests fail without any change")
     print(f"{len(survivors) - 1} of {len(lines)} survived:", *survivors[1:], sep="\n")
 
 
@@ -184,9 +186,13 @@ def in_a_fork(job):
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: sender.send(first_failure(job)))
     process.start()
-    failure = receiver.recv()
-    process.join()
-    return failure
+    sender.close()  # or a child that dies would be waited for
+    try:
+        return receiver.recv()
+    except EOFError:
+        return "DIED"
+    finally:
+        process.join()
 
 
 def first_failure(job):

@@ -101,9 +101,9 @@ def test_bfloat16_and_gradient_checkpointing_on_two_processes(one, tmp_path):
 
 def test_a_machine_holds_one_whole_model_at_a_time(tmp_path):
     note = 'open("turns", "a").write(f"{dist.get_rank()}\\n" + " " * (time.sleep(0.5) or 0))\n'
-    first, last = "        model, ref_model = load_model(", "        model = shard(model, device"
-    edits = [(first, f"        {note}{first}"), (last, f"        {note}{last}")]
-    script = copy(tmp_path, "ppo", *edits)
+    first, last = "        model, ref_model = load_model(", "        if args.reward_model:\n"
+    loaded = f"gradient_checkpointing)\n{last}", f"gradient_checkpointing)\n        {note}{last}"
+    script = copy(tmp_path, "ppo", (first, f"        {note}{first}"), loaded)
     run(script, *small("ppo", "--steps", 1, "--output-dir", tmp_path / "run"), processes=2)
     turns = (tmp_path / "turns").read_text().split()
     assert turns in (["0", "0", "1", "1"], ["1", "1", "0", "0"])

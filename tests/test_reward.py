@@ -71,7 +71,9 @@ def test_an_answer_as_the_data_has_it_scores_1(form, answer):
     assert grpo.reward("", form.format(answer), answer) == 1.0
 
 
-@pytest.mark.parametrize("answer", [r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1", "x>3"])
+@pytest.mark.parametrize(
+    "answer", [r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1", "x>3", "x/y"]
+)
 def test_an_answer_of_signs_scores_1_in_latexs_marks(answer):
     for form in ("#### ${}$", r"\boxed{{{}}}", r"So $\boxed{{{}}}$."):
         assert grpo.reward("", form.format(answer), answer) == 1.0
@@ -104,8 +106,11 @@ def test_five_thousand_repeats_are_read_in_a_second(unit):
     assert time.process_time() - begun < 2  # of two
 
 
-@pytest.mark.parametrize("answer", [r"\text{even}", "even", "yes or no", "null", "", "  ", "#### "])
-def test_words_and_nothing_are_no_answer_to_compare(answer):
+WORDS = [r"\text{even}", "even", "yes or no", "null", "", "  ", "#### "]
+
+
+@pytest.mark.parametrize("answer", [*WORDS, "2024-01-05", "3:30", "12:05 PM"])
+def test_words_dates_and_nothing_are_no_answer_to_compare(answer):
     assert grpo.read_answer(answer) == []
 
 
