@@ -336,6 +336,25 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     run(script, "--resume", tmp_path / "run", "--steps", 1)
 
 
+def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
+    path, row = tmp_path / "rows.jsonl", '{"question": "1+1=?", "answer": "2", "x": %s}\n'
+    path.write_text(row % ("[" * 100_000 + "]" * 100_000))
+    flags = [
+        "--split",
+        "train",
+        "--eval-split",
+        "train",
+        "--dataset",
+        path,
+        "--model",
+        TINY / "model",
+    ]
+    done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
+    assert "rows.jsonl" in one_line(done) and not (tmp_path / "run").exists()
+    path.write_text(row % f'"{"[" * 100_000}"' * 16)  # text may have brackets
+    run(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
+
+
 # --------------------------------------- Reward and engine ---------------------------------------
 @pytest.mark.parametrize("value", ["math.nan", "math.inf", "1e39", "-1e39"])
 def test_a_reward_that_is_no_finite_number(value, tmp_path):
