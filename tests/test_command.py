@@ -235,6 +235,17 @@ def test_a_folder_that_is_no_model(lost, script, model):
     assert str(folder) in refused(script, *flags)
 
 
+@pytest.mark.parametrize(
+    "method", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"load_in_8bit": True}]
+)
+def test_a_quantised_model_without_its_library(method, script, model):
+    folder, flags = model
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", **method}}
+    (folder / "config.json").write_text(json.dumps(quantised))
+    assert f"cannot load the model {folder}" in refused(script, *flags, "--eval-split", "train[:4]")
+
+
 def test_a_prompt_and_a_completion_over_the_context(script, model):
     folder, flags = model
     size = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 86}

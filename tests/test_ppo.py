@@ -9,7 +9,11 @@ import pytest
 import torch
 import tyro
 from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, near, plain_logprobs
-from transformers import AutoConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    LlamaForSequenceClassification,
+)
 
 import common
 import ppo
@@ -138,6 +142,17 @@ def test_explained_variance(values, returns, explained):
 
 
 # ------------------------------------------ The penalty -----------------------------------------
+def test_large_rewards_that_differ_by_1_keep_their_difference():
+    # In float32 1e8 and 1e8 + 1 are one number; (1e8, 1e8 + 1) less their mean is -+.5, over .5.
+    mask, scores = (
+        torch.ones(2, 1, dtype=torch.bool),
+        torch.tensor([1e8, 1e8 + 1], dtype=torch.float64),
+    )
+    rewards = ppo.shaped_rewards(scores, torch.zeros(2, 1), mask, 0.0)
+    advantages, _ = ppo.gae(rewards, torch.zeros(2, 1), mask)
+    near(ppo.whiten(advantages, mask), torch.tensor([[-1.0], [1.0]]).double(), atol=1e-6)
+
+
 def test_beta_follows_the_kl():
     # 0.03 / 1.5 = 0.02 and 0.03 * 1.5 = 0.045
     kls = [0.0, 0.019, 0.021, 0.03, 0.044, 0.046, 9.0]
@@ -234,6 +249,21 @@ def test_the_reward_model_scores_the_last_token_and_the_critic_begins_as_it(clas
     near(ppo.Critic(args, torch.float32)(torch.tensor([ids])), expected)
     found = ppo.RewardModel(args, torch.device("cpu"), torch.float32)("1+1=?", "2 is it", "unused")
     assert isinstance(found, float) and found == pytest.approx(expected[0, -1].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "falcon", "bloom"])
+def test_the_critic_has_the_head_of_the_reward_model(family, tmp_path):
+    small = {
+        "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+        "bloom": {"n_layer": 1, "n_head": 2},
+    }
+    small = small.get(family, {"num_hidden_layers": 1, "num_attention_heads": 2})
+    sizes = {"hidden_size": 16, "vocab_size": 86, "num_labels": 1, "eos_token_id": 5, **small}
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path)
+    critic = ppo.Critic(ppo.Args(reward_model=str(tmp_path)), torch.float32)
+    assert critic.head.weight.norm() > 0 and torch.equal(critic.head.weight, model.score.weight)
 
 
 def test_a_reward_model_with_two_labels_is_refused(classifier):
