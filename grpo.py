@@ -39,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -293,8 +294,8 @@ def update(model, optimizer, batch, args):
     how, limit = args.loss_aggregation, args.max_completion_tokens
     batch["weights"] = torch.cat([loss_weights(batch["mask"][m], how, limit) for m in minibatches])
     updates = args.minibatches * args.update_epochs
-    tokens = batch["mask"].sum() * args.update_epochs
-    processes, norms, sums = dist.get_world_size(), [], torch.zeros(2)
+    tokens = batch["mask"].sum().item() * args.update_epochs
+    processes, metrics = dist.get_world_size(), Counter()
     for minibatch in minibatches * args.update_epochs:
         # Rows without an advantage have no gradient, unless the reference gives them one: no pass
         # is paid for them, but where they fill up the processes' equal shares. (Adam's momentum
@@ -315,15 +316,15 @@ def update(model, optimizer, batch, args):
                 losses = losses + args.beta * kl
             loss = (losses * part["weights"]).sum()  # this part's share of the update's loss
             loss.backward()  # adds up over the parts and, as shard has it, the processes
-            sums += torch.stack([loss.detach() / updates, clipped.sum() / tokens]).cpu()
+            metrics["loss/policy"] += loss.item() / updates
+            metrics["policy/clip_frac"] += clipped.sum().item() / tokens
         norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True)
-        norms.append(whole(norm).item())
+        metrics["policy/grad_norm"] += whole(norm).item() / updates / processes  # each has it
         optimizer.step()
-        optimizer.zero_grad()
-    dist.all_reduce(sums)
-    loss, clip_frac = sums.tolist()
-    norm = sum(norms) / updates
-    return {"loss/policy": loss, "policy/clip_frac": clip_frac, "policy/grad_norm": norm}
+        model.zero_grad()
+    totals = torch.tensor(list(metrics.values()), dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(metrics, totals.tolist(), strict=True))
 
 
 # ------------------------------------ Processes and weights ------------------------------------
@@ -478,24 +479,25 @@ def rollout(engine, tokenizer, rows, temperature):
     gathered = [None] * dist.get_world_size()
     share = math.ceil(len(rows) / len(gathered))
     rows, done = rows[dist.get_rank() * share :][:share], []
-    prompts, seeds = [problem["ids"] for problem, _ in rows], [seed for _, seed in rows]
-    sampled = engine.generate(prompts, seeds, temperature)
-    for (problem, _), (ids, logprobs) in zip(rows, sampled, strict=True):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        done.append((ids, logprobs, text, score(problem, text)))
+    problems, seeds = [problem for problem, _ in rows], [seed for _, seed in rows]
+    sampled = engine.generate([problem["ids"] for problem in problems], seeds, temperature)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sampled]
+    scored = zip(problems, sampled, texts, score(problems, texts), strict=True)
+    for problem, (ids, logprobs), text, value in scored:
+        if not abs(value) < 1e30:
+            sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
+        done.append((ids, logprobs, text, value))
     dist.all_gather_object(gathered, done)
     return sum(gathered, [])
 
 
-def score(problem, text):
-    """The reward of a completion. Ends the run where it is no finite number."""
+def score(problems, texts):
+    """The rewards of a completion of each problem."""
+    pairs = zip(problems, texts, strict=True)
     try:
-        value = float(reward(problem["prompt"], text, problem["answer"]))
+        return [float(reward(p["prompt"], text, p["answer"])) for p, text in pairs]
     except SystemExit as error:  # or the run would end as if it were done
         raise RuntimeError("reward called exit") from error
-    if not abs(value) < 1e30:
-        sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
-    return value
 
 
 def evaluate(engine, tokenizer, problems):
@@ -586,7 +588,7 @@ def main(args):
         tokenizer = common.load_tokenizer(args.model)
     train = load_problems(args, tokenizer, args.dataset, args.split)
     held_out = load_problems(args, tokenizer, args.eval_dataset or args.dataset, args.eval_split)
-    score(train[0], "")
+    score(train[:1], [""])
     order = []  # of the problems: each once in every pass over all
     while len(order) < args.prompts_per_step * (args.steps + 1):
         order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))

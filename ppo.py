@@ -41,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -64,6 +65,7 @@ import tyro
 from filelock import FileLock
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import cached_file
 
@@ -364,8 +366,8 @@ def update(models, optimizers, batch, args, kl_penalty):
     how, limit = args.loss_aggregation, args.max_completion_tokens
     batch["weights"] = torch.cat([loss_weights(batch["mask"][m], how, limit) for m in minibatches])
     updates = args.minibatches * args.update_epochs
-    tokens = batch["mask"].sum() * args.update_epochs
-    norms, sums = [], torch.zeros(3)
+    tokens = batch["mask"].sum().item() * args.update_epochs
+    processes, metrics = dist.get_world_size(), Counter()
     for minibatch in minibatches * args.update_epochs:
         for _, part in micro_batches(batch, minibatch, args.micro_batch_size, model.device):
             ids, mask, old_logprobs = part["input_ids"], part["mask"], part["old_logprobs"]
@@ -381,24 +383,23 @@ def update(models, optimizers, batch, args, kl_penalty):
             losses = losses - args.entropy_coef * entropies
             loss = (losses * part["weights"]).sum()  # this part's share of the update's loss
             loss.backward()  # adds up over the parts and, as shard has it, the processes
-            sums[:2] += torch.stack([loss.detach() / updates, clipped.sum() / tokens]).cpu()
+            metrics["loss/policy"] += loss.item() / updates
+            metrics["policy/clip_frac"] += clipped.sum().item() / tokens
             values = critic(ids)[:, :-1]  # (b, t-1), with gradient
             losses = value_loss(values, part["old_values"], part["returns"], args.value_clip_eps)
             loss = (torch.where(mask, losses, 0.0) * part["weights"]).sum()
             loss.backward()
-            sums[2] += loss.item() / updates
+            metrics["loss/value"] += loss.item() / updates
         norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True)
-        norms.append(whole(norm).item())
+        metrics["policy/grad_norm"] += whole(norm).item() / updates / processes  # each has it
         clip_grad_norm_(critic.parameters(), args.max_grad_norm, error_if_nonfinite=True)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
         critic.zero_grad()
-    dist.all_reduce(sums)
-    loss, clip_frac, value = sums.tolist()
-    norm = sum(norms) / updates
-    metrics = {"loss/policy": loss, "policy/clip_frac": clip_frac, "policy/grad_norm": norm}
-    return {**metrics, "loss/value": value}
+    totals = torch.tensor(list(metrics.values()), dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(metrics, totals.tolist(), strict=True))
 
 
 # ------------------------------------ Processes and weights ------------------------------------
@@ -484,18 +485,25 @@ class Critic(torch.nn.Module):
 
 
 class RewardModel:
-    """reward(prompt, completion, answer) by --reward-model: its value of the last token."""
+    """Scores completions by --reward-model: its value of an EOS behind each."""
 
     def __init__(self, args, device, dtype):
         with explain(f"--reward-model {args.reward_model}"):
             self.tokenizer = common.load_tokenizer(args.reward_model)
-        self.model = Critic(args, dtype).to(device).eval()
+        self.model, self.size = Critic(args, dtype).to(device).eval(), args.micro_batch_size
 
     @torch.no_grad()
-    def __call__(self, prompt, completion, answer):
-        ids = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
-        ids = [*common.encode_prompt(self.tokenizer, prompt), *ids, self.tokenizer.eos_token_id]
-        return self.model(torch.tensor([ids], device=self.model.device))[0, -1].item()
+    def __call__(self, problems, texts):
+        rows, values = [], []
+        for problem, text in zip(problems, texts, strict=True):
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = common.encode_prompt(self.tokenizer, problem["prompt"])
+            rows.append(torch.tensor([*prompt, *ids, self.tokenizer.eos_token_id]))
+        for start in range(0, len(rows), self.size):
+            part = rows[start : start + self.size]
+            input_ids, last = pad_sequence(part, True), [len(row) - 1 for row in part]
+            values += self.model(input_ids.to(self.model.device))[range(len(part)), last].tolist()
+        return values
 
 
 def make_optimizer(model):
@@ -594,24 +602,25 @@ def rollout(engine, tokenizer, rows, temperature):
     gathered = [None] * dist.get_world_size()
     share = math.ceil(len(rows) / len(gathered))
     rows, done = rows[dist.get_rank() * share :][:share], []
-    prompts, seeds = [problem["ids"] for problem, _ in rows], [seed for _, seed in rows]
-    sampled = engine.generate(prompts, seeds, temperature)
-    for (problem, _), (ids, logprobs) in zip(rows, sampled, strict=True):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        done.append((ids, logprobs, text, score(problem, text)))
+    problems, seeds = [problem for problem, _ in rows], [seed for _, seed in rows]
+    sampled = engine.generate([problem["ids"] for problem in problems], seeds, temperature)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sampled]
+    scored = zip(problems, sampled, texts, score(problems, texts), strict=True)
+    for problem, (ids, logprobs), text, value in scored:
+        if not abs(value) < 1e30:
+            sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
+        done.append((ids, logprobs, text, value))
     dist.all_gather_object(gathered, done)
     return sum(gathered, [])
 
 
-def score(problem, text):
-    """The reward of a completion. Ends the run where it is no finite number."""
+def score(problems, texts):
+    """The rewards of a completion of each problem."""
+    pairs = zip(problems, texts, strict=True)
     try:
-        value = float(reward(problem["prompt"], text, problem["answer"]))
+        return [float(reward(p["prompt"], text, p["answer"])) for p, text in pairs]
     except SystemExit as error:  # or the run would end as if it were done
         raise RuntimeError("reward called exit") from error
-    if not abs(value) < 1e30:
-        sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
-    return value
 
 
 def evaluate(engine, tokenizer, problems):
@@ -693,6 +702,7 @@ def save_model(run_dir, model, tokenizer, source, dtype):
 
 
 def main(args):
+    global score  # whose place --reward-model takes
     # What is wrong in the flags and the data shows before a model is loaded.
     device, dtype = start_processes(args)
     with explain(f"--track {args.track}"):
@@ -702,7 +712,7 @@ def main(args):
         tokenizer = common.load_tokenizer(args.model)
     train = load_problems(args, tokenizer, args.dataset, args.split)
     held_out = load_problems(args, tokenizer, args.eval_dataset or args.dataset, args.eval_split)
-    score(train[0], "")
+    score(train[:1], [""])
     order = []  # of the problems: each once in every pass over all
     while len(order) < args.prompts_per_step * (args.steps + 1):
         order += random.Random(f"{args.seed} {len(order)}").sample(train, len(train))
@@ -717,8 +727,7 @@ def main(args):
             ref_model = shard(load_model(AutoModelForCausalLM, args.model, dtype), device, dtype)
         critic = shard(Critic(args, torch.float32), device, dtype, args.gradient_checkpointing)
         if args.reward_model:
-            global reward
-            reward = RewardModel(args, device, dtype)  # takes its place
+            score = RewardModel(args, device, dtype)
     optimizer, value_optimizer = make_optimizer(model), make_optimizer(critic)
     trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
     trained["critic"] = critic.state_dict()

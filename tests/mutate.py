@@ -61,8 +61,7 @@ common: uniform[:, len(chosen_logprobs), None] ⇒ uniform[:, 0, None]
 *: loss = (losses * part["weights"]).sum() ⇒ loss = losses.sum() / mask.sum()
 ppo grpo gspo cispo: (batch["mask"][m], how, limit) ⇒ (batch["mask"], how, limit)[m]
 *: clip_grad_norm_(model.parameters(), args.max_grad_norm ⇒ clip_grad_norm_(model.parameters(), 1e9
-reinforce rloo grpo gspo cispo: optimizer.zero_grad() ⇒ pass
-ppo: model.zero_grad() ⇒ pass
+*: model.zero_grad() ⇒ pass
 ppo: critic.zero_grad() ⇒ pass
 *: warm = min(1, (step + 1) ⇒ warm = min(1, step
 *: warm = min(1, (step + 1) ⇒ warm = min(9, (step + 1)
@@ -96,7 +95,7 @@ reinforce rloo grpo gspo cispo: [minibatch].any(1) ⇒ [minibatch].gt(0).any(1)
 grpo gspo cispo: .any(1) | (args.beta > 0) ⇒ .any(1)
 ppo grpo gspo cispo: in minibatches * args.update_epochs: ⇒ in minibatches:
 ppo grpo gspo cispo: loss.detach() / updates ⇒ loss.detach()
-ppo grpo gspo cispo: norm = sum(norms) / updates ⇒ norm = norms[-1]
+ppo grpo gspo cispo: whole(norm).item() / updates ⇒ whole(norm).item()
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, high, high)
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, low, low)
 ppo grpo gspo cispo: advantages, mask, low, high) ⇒ advantages, mask)

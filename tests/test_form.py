@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, TINY, read_jsonl, run_script
 from runs import attempt
 
-SCRIPT_LINES = {name: 705 for name in SCRIPTS} | {"ppo": 830}
+SCRIPT_LINES = {name: 705 for name in SCRIPTS} | {"ppo": 840}
 COMMON_LINES, COMMON_NAMES, MAIN_LINES, PARAMETERS, COLUMNS = 300, 12, 120, 6, 100
 # The most changed lines, module docstrings left out.
 NEIGHBOURS = {("reinforce", "rloo"): 60, ("rloo", "grpo"): 90, ("grpo", "gspo"): 40}

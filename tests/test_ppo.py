@@ -4,11 +4,22 @@ Its clip is GRPO's function, and tested with it.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import tyro
-from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, near, plain_logprobs
+from conftest import (
+    TINY,
+    Policy,
+    Recorder,
+    flat_gradient,
+    make_batch,
+    near,
+    plain_logprobs,
+    read_jsonl,
+)
+from runs import attempt, copy, run, small
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -243,12 +254,36 @@ def test_the_critic_begins_as_the_policy_and_says_0(tiny_model):
 
 def test_the_reward_model_scores_the_last_token_and_the_critic_begins_as_it(classifier, tokenizer):
     model, args = classifier()
-    ids = common.encode_prompt(tokenizer, "1+1=?") + tokenizer("2 is it")["input_ids"] + [5]
     assert tokenizer.eos_token_id == 5
-    expected = model.score(model.model(torch.tensor([ids])).last_hidden_state)[..., 0].detach()
-    near(ppo.Critic(args, torch.float32)(torch.tensor([ids])), expected)
-    found = ppo.RewardModel(args, torch.device("cpu"), torch.float32)("1+1=?", "2 is it", "unused")
-    assert isinstance(found, float) and found == pytest.approx(expected[0, -1].item(), abs=1e-5)
+    problems, texts = [{"prompt": "1+1=?"}, {"prompt": "21+32+10=?"}], ["2 is it", "53"]
+    expected = []
+    for problem, text in zip(problems, texts, strict=True):  # one by one, without padding
+        ids = (
+            common.encode_prompt(tokenizer, problem["prompt"]) + tokenizer(text)["input_ids"] + [5]
+        )
+        values = model.score(model.model(torch.tensor([ids])).last_hidden_state)[..., 0].detach()
+        near(ppo.Critic(args, torch.float32)(torch.tensor([ids])), values)
+        expected.append(values[0, -1].item())
+    for size in (1, 2, 8):  # parts of one, one part, and one that is not full
+        judge = ppo.RewardModel(replace(args, micro_batch_size=size), "cpu", torch.float32)
+        found = judge(problems * 2, texts * 2)
+        assert found == pytest.approx(expected * 2, abs=1e-5) and isinstance(found[0], float)
+
+
+def test_a_run_with_a_reward_model_is_scored_by_it(classifier, tmp_path):
+    model, args = classifier()
+    script = copy(tmp_path / "script", "ppo")
+    flags = small("ppo", "--steps", 1, "--micro-batch-size", 3, "--reward-model", tmp_path)
+    run(script, *flags, "--output-dir", tmp_path / "run", processes=2)
+    judge = ppo.RewardModel(args, "cpu", torch.float32)
+    for group in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+        problems = [{"prompt": group["prompt"]}] * 4
+        assert group["rewards"] == pytest.approx(judge(problems, group["completions"]), abs=1e-5)
+    model.score.weight.data.fill_(math.nan)
+    model.save_pretrained(tmp_path)
+    done = attempt(script, *flags, "--output-dir", tmp_path / "other")
+    assert done.returncode == 1 and done.stderr.startswith("error: the reward of ")
+    assert done.stderr.endswith(" is nan\n") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "falcon", "bloom"])

@@ -171,18 +171,11 @@ PROBLEM = {"prompt": "1+1=?", "answer": "2"}
 
 def test_score_hands_over_prompt_completion_and_answer_in_this_order(monkeypatch):
     monkeypatch.setattr(grpo, "reward", lambda *inputs: inputs == ("1+1=?", "x", "2"))
-    found = grpo.score(PROBLEM, "x")
-    assert type(found) is float and found == 1.0
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.5e38])
-def test_a_reward_that_float32_cannot_hold_ends_the_run_and_is_named(monkeypatch, value):
-    monkeypatch.setattr(grpo, "reward", lambda *inputs: value)
-    with pytest.raises(SystemExit, match=f"my completion.*1\\+1=.*{value}".replace("e+", "e.")):
-        grpo.score(PROBLEM, "my completion")
+    found = grpo.score([PROBLEM] * 2, ["x", "y"])
+    assert found == [1.0, 0.0] and type(found[0]) is float
 
 
 def test_a_reward_that_exits_is_an_error_and_no_success(monkeypatch):
     monkeypatch.setattr(grpo, "reward", lambda *inputs: exit())
     with pytest.raises(RuntimeError, match="exit"):
-        grpo.score(PROBLEM, "x")
+        grpo.score([PROBLEM], ["x"])
