@@ -4,22 +4,24 @@
     python benchmarks/lecture.py baseline clip     # some
     python benchmarks/lecture.py --draw            # no run: pictures and results/README.md again
 
-Each setting of a claim is run with several seeds, two runs at a time, one thread each. A reward or
-an engine is edited the way a user does it: the script is copied beside common.py, and a line of the
-copy is replaced. What is compared, and at which step, stands in lecture_claims.py, and stood there
-before the seeds were run. results/lecture/<claim>.jsonl gets a line for each run. Two settings are
-called apart where the ranges of their seeds do not touch; nothing more is claimed of so few, but
-whether each seed, with the same prompts and random numbers for both, shows the same sign.
+Each setting of a claim is run with several seeds, two runs at a time, one thread each; a run that
+two claims have in common is made once. A reward or an engine is edited the way a user does it: the
+script is copied beside common.py, and a line of the copy is replaced. What is compared, and at which
+step, stands in lecture_claims.py, and stood there before the seeds were run. results/lecture/
+<claim>.jsonl gets a line for each run. Two settings are called apart where the ranges of their seeds
+do not touch; nothing more is claimed of so few, but whether each seed, with the same prompts and
+random numbers for both, shows the same sign.
 """
 
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +34,9 @@ from lecture_claims import CLAIMS, RECORD
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+FORK = multiprocessing.get_context("forkserver")  # imports torch once, not in each run
+FORK.set_forkserver_preload(["__main__", "transformers.models.llama.modeling_llama"])
 NAMES = {
     "eval/accuracy": "held-out accuracy",
     "critic/explained_variance": "critic's explained variance",
@@ -46,41 +51,58 @@ NAMES = {
 }
 
 
-def run(claim, label, seed):
-    """One run: {"setting", "seed", "rows": metrics by step, "samples": two before and after}."""
-    script, flags, edits = claim["settings"][label]
+def start(folder, words):
+    """What a forked process does: it becomes `python words` in a folder."""
+    os.chdir(folder)
+    screen = os.open("screen", os.O_WRONLY | os.O_CREAT)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    sys.argv, sys.path[0] = words, folder
+    for name in ("common", "ppo", "reinforce", "rloo"):
+        sys.modules.pop(name, None)  # what lies in the folder counts
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def run(script, flags, edits, seed, steps):
+    """One run: {"seed", "rows": metrics by step, "samples": two by step}."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(ROOT / "common.py", folder)
         shutil.copytree(ROOT / "tiny", Path(folder, "tiny"))
         text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
-        for old, new in (RECORD | edits).items():
+        for old, new in (*RECORD.items(), *edits):
             if text.count(old) != 1:
                 raise ValueError(f"{script}.py has this line {text.count(old)} times: {old}")
             text = text.replace(old, new)
         Path(folder, f"{script}.py").write_text(text, encoding="utf-8")
-        command = [sys.executable, f"{script}.py", "--rollout-engine", "transformers"]
-        command += ["--output-dir", "run", "--seed", str(seed), "--steps", str(claim["steps"])]
-        command += f"--save-every 1000 {claim['flags']} {flags}".split()
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        words = [f"{script}.py", "--rollout-engine", "transformers", "--output-dir", "run"]
+        words += [*f"--seed {seed} --steps {steps} --save-every 1000".split(), *flags]
+        process = FORK.Process(target=start, args=(folder, words))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{' '.join(words)}\n{Path(folder, 'screen').read_text()}")
         rows = [json.loads(line) for line in open(Path(folder, "run", "metrics.jsonl"))]
         samples = [json.loads(line) for line in open(Path(folder, "run", "samples.jsonl"))]
     keep = ["step", "eval/accuracy", "reward/mean", "generation/length", "policy/entropy"]
     keep += ["policy/clip_frac", "kl/mean", "critic/explained_variance", "worked", "rambling"]
     keep += ["engine/mismatch", "time/step"]
     rows = [{k: round(row[k], 5) for k in keep if k in row} for row in rows]
-    samples = [
-        {k: (s[k][:2] if k == "completions" else s[k]) for k in ("step", "prompt", "completions")}
-        for s in (samples[0], samples[-1])
-    ]
-    return {"setting": label, "seed": seed, "rows": rows, "samples": samples}
+    keep = ("step", "prompt", "completions")
+    samples = [{k: s[k][:2] if k == "completions" else s[k] for k in keep} for s in samples]
+    return {"seed": seed, "rows": rows, "samples": samples}
+
+
+def inputs(claim, label, seed):
+    """What `run` takes, but for the steps."""
+    script, flags, edits = claim["settings"][label]
+    return script, tuple(f"{claim['flags']} {flags}".split()), tuple(edits.items()), seed
+
+
+def part(claim, label, record):
+    """What a claim keeps of a run, which another claim may have made longer."""
+    rows = [row for row in record["rows"] if row["step"] <= claim["steps"]]
+    samples = [s for s in record["samples"] if s["step"] in (0, claim["steps"])]
+    return {"setting": label, "seed": record["seed"], "rows": rows, "samples": samples}
 
 
 def value(claim, record):
@@ -242,24 +264,40 @@ def main():
     names = [claim["name"] for claim in CLAIMS] + ["variance"]
     if not set(wanted) <= set(names):
         sys.exit(f"error: no claim {sorted(set(wanted) - set(names))}; there are {names}")
-    for claim in CLAIMS:
-        if "--draw" not in sys.argv and (not wanted or claim["name"] in wanted):
-            jobs = [(c, s) for c in claim["settings"] for s in range(claim["seeds"])]
-            with ThreadPoolExecutor(2) as pool:
-                records = list(pool.map(lambda job, claim=claim: run(claim, *job), jobs))
+    again = [] if "--draw" in sys.argv else wanted or names
+    jobs = [
+        (claim, label, seed)
+        for claim in CLAIMS
+        if claim["name"] in again
+        for label in claim["settings"]
+        for seed in range(claim["seeds"])
+    ]
+    steps = Counter()  # of each run: the most that a claim wants
+    for job in jobs:
+        steps[inputs(*job)] = max(steps[inputs(*job)], job[0]["steps"])
+    (RESULTS / "lecture").mkdir(parents=True, exist_ok=True)
+    pool = ThreadPoolExecutor(2)
+    try:
+        runs = {key: pool.submit(run, *key, most) for key, most in steps.items()}
+        gradients = pool.submit(variance.run) if "variance" in again else None
+        for claim in CLAIMS:
             path = RESULTS / "lecture" / f"{claim['name']}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            path.write_text(text, encoding="utf-8")
-        if records := read(claim):
-            draw(claim, records)
+            own = [job for job in jobs if job[0] is claim]
+            records = [part(*job[:2], runs[inputs(*job)].result()) for job in own]
+            if records:
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+                path.write_text("".join(lines), encoding="utf-8")
+            records = read(claim) if records or "--draw" in sys.argv else []
+            if records:
+                draw(claim, records)
             for label, (mean, low, high, _) in numbers(claim, records).items():
-                print(
-                    f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})", flush=True
-                )
-    if "--draw" not in sys.argv and (not wanted or "variance" in wanted):
-        text = json.dumps(variance.run(), indent=1) + "\n"
-        (RESULTS / "lecture" / "variance.json").write_text(text, encoding="utf-8")
+                words = f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})"
+                print(words, flush=True)
+        if gradients:
+            text = json.dumps(gradients.result(), indent=1) + "\n"
+            (RESULTS / "lecture" / "variance.json").write_text(text, encoding="utf-8")
+    finally:
+        pool.shutdown(cancel_futures=True)
     (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
 
 
