@@ -97,7 +97,7 @@ def collate(prompts, completions, pad_id):
 
 
 # --------------------------------------- Log-probabilities ---------------------------------------
-def token_logprobs(model, input_ids, mask, temperature=1.0, chunk_size=256):
+def token_logprobs(model, input_ids, mask, temperature=1.0, chunk_size=512):
     """(log-probs of the completion tokens, entropies of their distributions), 0 where mask is 0.
 
     The distribution is softmax(logits / temperature), the one sampled from. The logits of a batch

@@ -6,11 +6,11 @@
 
 Each setting of a claim is run with several seeds, two runs at a time, one thread each; a run that
 two claims have in common is made once. A reward or an engine is edited the way a user does it: the
-script is copied beside common.py, and a line of the copy is replaced. What is compared, and at which
-step, stands in lecture_claims.py, and stood there before the seeds were run. results/lecture/
-<claim>.jsonl gets a line for each run. Two settings are called apart where the ranges of their seeds
-do not touch; nothing more is claimed of so few, but whether each seed, with the same prompts and
-random numbers for both, shows the same sign.
+script is copied beside common.py, and a line of the copy is replaced. What is compared, and at
+which step, stands in lecture_claims.py, and stood there before the seeds were run. A line of
+results/lecture/<claim>.jsonl is a run. Two settings are called apart where the ranges of their
+seeds do not touch; nothing more is claimed of so few, but whether each seed, with the same prompts
+and random numbers for both, shows the same sign.
 """
 
 import json
@@ -35,6 +35,7 @@ from lecture_claims import CLAIMS, RECORD
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of what a script left behind
 FORK = multiprocessing.get_context("forkserver")  # imports torch once, not in each run
 FORK.set_forkserver_preload(["__main__", "transformers.models.llama.modeling_llama"])
 NAMES = {

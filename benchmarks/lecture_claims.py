@@ -1,9 +1,9 @@
 """What benchmarks/lecture.py runs: each claim of the lecture as settings, a metric and a step.
 
 settings: name in the legend -> (script, flags, edits of the script). All else is the built-in
-task's: 16 prompts x 8 samples a step, four updates, temperature 1; settings that say the same in the
-same words are run once. `at` is the step whose row is compared, or the first and last
-of the steps whose rows are averaged. They were fixed before the seeds were run.
+task's: 16 prompts x 8 samples a step, four updates of each batch where the script has them. `at` is
+the step whose row is compared, or the first and last of the steps whose rows are averaged. They
+were fixed before the seeds were run.
 """
 
 # Kinds of answers are counted in every run.
