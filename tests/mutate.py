@@ -71,6 +71,7 @@ ppo: critic.zero_grad() ⇒ pass
 *: if cap := args.mismatch_cap: ⇒ if cap := 0:
 *: rollout_correction(old_logprobs, engine ⇒ rollout_correction(logprobs.detach(), engine
 *: engine_logprobs, mask, cap) ⇒ engine_logprobs, mask, 2.0)
+*: if not abs(value) < 1e30: ⇒ if False:
 *: if step < args.steps: ⇒ if True:
 *: engine.sync((name, ⇒ step > start or engine.sync((name,
 *: self.model.load_state_dict(dict(weights)) ⇒ pass
@@ -94,7 +95,8 @@ ppo: critic.zero_grad() ⇒ pass
 reinforce rloo grpo gspo cispo: [minibatch].any(1) ⇒ [minibatch].gt(0).any(1)
 grpo gspo cispo: .any(1) | (args.beta > 0) ⇒ .any(1)
 ppo grpo gspo cispo: in minibatches * args.update_epochs: ⇒ in minibatches:
-ppo grpo gspo cispo: loss.detach() / updates ⇒ loss.detach()
+ppo grpo gspo cispo: ["loss/policy"] += loss.item() / updates ⇒ ["loss/policy"] += loss.item()
+ppo: ["loss/value"] += loss.item() / updates ⇒ ["loss/value"] += loss.item()
 ppo grpo gspo cispo: whole(norm).item() / updates ⇒ whole(norm).item()
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, high, high)
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, low, low)
@@ -139,6 +141,7 @@ ppo: beta * kl - common.bounded_exp ⇒ -beta * kl - common.bounded_exp
 ppo: kl_estimate(-log_ratio, ⇒ kl_estimate(log_ratio,
 ppo: (batch["old_logprobs"], logprobs, kind="k3") ⇒ (logprobs, batch["old_logprobs"], kind="k3")
 ppo: explained_variance(values[mask], returns[mask]) ⇒ explained_variance(values, returns)
+ppo: [range(len(part)), last] ⇒ [:, -1]
 ppo: values = critic(ids)[:, :-1] ⇒ values = critic(ids)[:, 1:]
 ppo: critic(part["input_ids"])[:, :-1] ⇒ critic(part["input_ids"])[:, 1:]
 """
