@@ -25,13 +25,6 @@ EASY = (
     "return float(math_verify.verify(read_answer(answer), read(ending)))",
     'return float(completion.endswith(tuple("02468")))',
 )
-# Show the problems of each step, and the learning rate of each update.
-ROLLOUT = "        sampled = rollout(engine, tokenizer, rows, args.temperature)\n"
-DRAWN = (
-    ROLLOUT,
-    f'        print("drawn", *[p["prompt"] for p, _ in rows[::args.group_size]])\n{ROLLOUT}',
-)
-RATES = "optimizer.step()\n", 'optimizer.step(), print("rate", optimizer.param_groups[0]["lr"])\n'
 # Four problems of eight, four completions each, in two minibatches where the script has them.
 SMALL = "--split train[:8] --eval-split train[:16] --steps 8 --prompts-per-step 4 --group-size 4"
 SMALL += " --max-completion-tokens 24 --learning-rate 3e-4 --rollout-engine transformers"

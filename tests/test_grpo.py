@@ -93,8 +93,9 @@ def penalty_loss(logprobs, old_logprobs, advantages, mask):
 
 
 gspo_loss = partial(gspo.policy_loss, clip_eps_low=0.2, clip_eps_high=0.2)
-LOSSES = [grpo.policy_loss, ppo.policy_loss, gspo_loss, cispo.policy_loss, penalty_loss]
-every_loss = pytest.mark.parametrize("policy_loss", LOSSES)
+LOSSES = {"grpo": grpo.policy_loss, "ppo": ppo.policy_loss, "ppo penalty": penalty_loss}
+LOSSES |= {"gspo": gspo_loss, "cispo": cispo.policy_loss}
+every_loss = pytest.mark.parametrize("policy_loss", LOSSES.values(), ids=LOSSES)
 
 
 @every_loss

@@ -29,11 +29,12 @@ FLAGS = {"steps": 2, "prompts_per_step": 4, "group_size": 3, "max_completion_tok
 FLAGS |= {"temperature": 0.7, "beta": 0.2, "learning_rate": 1e-3, "warmup_steps": 3, "seed": 1}
 FLAGS |= {"max_grad_norm": 0.02, "mismatch_cap": 1.4, "mismatch_limit": 9.0, "eval_every": 2}
 FLAGS |= {"micro_batch_size": 4, "save_every": 2, "rollout_engine": "transformers"}
+LONG = {"steps": 3, "warmup_steps": 2}  # a step more than the warm-up
 RATIO = {"minibatches": 2, "update_epochs": 2, "clip_eps_low": 0.02, "clip_eps_high": 0.05}
 GSPO = {"clip_eps_low": 0.006, "clip_eps_high": 0.02}
 PPO = {"gamma": 0.7, "lam": 0.9, "whiten": True, "entropy_coef": 0.05, "value_clip_eps": 0.02}
-PPO |= {"value_warmup_steps": 1, "value_learning_rate": 2e-3, "beta": 0.4, "steps": 3}
-AVERAGE = {"baseline": "moving-average", "baseline_decay": 0.6, "steps": 3}
+PPO |= {"value_warmup_steps": 1, "value_learning_rate": 2e-3, "beta": 0.4, **LONG}
+AVERAGE = {"baseline": "moving-average", "baseline_decay": 0.6, **LONG}
 PENALTY = {"objective": "kl-penalty", "kl_penalty": 0.3, "value_clip_eps": 0.0, "max_grad_norm": 9}
 
 # What the reference takes where a case says nothing: neutral, or what the scripts begin with.
@@ -47,17 +48,17 @@ CASES = [
     ("reinforce", {"baseline": "batch-mean", "gamma": 0.9, "loss_aggregation": "constant"}, 0),
     ("reinforce", {**AVERAGE, "mismatch_cap": 0.0, "loss_aggregation": "token-mean"}, 2),
     ("reinforce", {"gamma": 0.7, "beta": 0.0, "loss_aggregation": "sequence-mean"}, 0),
-    ("rloo", {"loss_aggregation": "sequence-sum", "warmup_steps": 2, "steps": 3}, 1),
+    ("rloo", {"loss_aggregation": "sequence-sum", **LONG}, 1),
     ("rloo", {"beta": 0.0, "loss_aggregation": "token-mean", "gradient_checkpointing": True}, 0),
     ("rloo", {"mismatch_cap": 0.0, "loss_aggregation": "constant"}, 0),
-    ("grpo", {"loss_aggregation": "sequence-mean", "seed": 3}, 0),
+    ("grpo", {"loss_aggregation": "sequence-mean", "seed": 3, **LONG}, 0),
     ("grpo", {"scale_by_std": False, "loss_aggregation": "constant", "kl_estimator": "k2"}, 0),
     ("grpo", {"loss_aggregation": "token-mean", "beta": 0.0, "minibatches": 4}, 0),
     ("grpo", {"loss_aggregation": "sequence-sum", "mismatch_cap": 0.0, "update_epochs": 3}, 0),
-    ("gspo", GSPO, 0),
+    ("gspo", {**GSPO, **LONG}, 0),
     ("gspo", {**GSPO, "scale_by_std": False, "kl_estimator": "k2", "update_epochs": 3}, 0),
     ("gspo", {**GSPO, "beta": 0.0, "mismatch_cap": 0.0, "minibatches": 4}, 0),
-    ("cispo", {"loss_aggregation": "token-mean"}, 0),
+    ("cispo", {"loss_aggregation": "token-mean", **LONG}, 0),
     ("cispo", {"scale_by_std": False, "loss_aggregation": "constant", "kl_estimator": "k2"}, 0),
     ("cispo", {"beta": 0.0, "minibatches": 1, "loss_aggregation": "sequence-sum"}, 0),
     ("ppo", {"loss_aggregation": "sequence-mean"}, 0),
@@ -370,9 +371,9 @@ def text_and_reward(tokenizer, batch):
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
         questions[tuple(tokenizer.apply_chat_template(chat, **options))] = question
-    asked = [questions[tuple(prompt)] for prompt in batch.prompts]
+    batch.asked = [questions[tuple(prompt)] for prompt in batch.prompts]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch.ids]
-    pairs = zip(asked, texts, strict=True)
+    pairs = zip(batch.asked, texts, strict=True)
     return texts, [score(question, text, str(QUESTIONS[question])) for question, text in pairs]
 
 
@@ -401,7 +402,7 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
     model = AutoModelForCausalLM.from_pretrained(data["model"], dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
     c = SimpleNamespace(**{**DEFAULTS, **flags})
     table, memory, optimizers, critic = reference(name, c, model, tokenizer, steps)
     files = [run_dir / "metrics.jsonl", run_dir / "samples.jsonl"]
@@ -413,15 +414,21 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
         assert found.keys() == row.keys()
         for key in row:
             near(found[key], row[key], f"{key} of step {row['step']}", 5e-5)
-        assert (group["completions"], group["step"]) == (step.texts[:size], row["step"])
-        assert group["rewards"] == step.rewards[:size].tolist()
+        kept = {
+            "step": row["step"],
+            "prompt": step.asked[0],
+            "rewards": step.rewards[:size].tolist(),
+        }
+        kept |= {"answer": str(QUESTIONS[step.asked[0]]), "completions": step.texts[:size]}
+        assert group == kept
         for key, weight in step.weights.items():
             wanted, moved = step.expected[key], step.expected[key] - steps[0].expected[key]
             same(weight, wanted, moved, f"{key} of step {row['step']}", 1e-3)
 
     saved, last = load_file(run_dir / "model/model.safetensors"), steps[-1].weights
     assert saved.keys() == last.keys() - {"lm_head.weight"}  # which is tied
-    assert all(torch.equal(weight, last[key]) for key, weight in saved.items())
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    assert all(torch.equal(weight, last[key]) for key, weight in loaded.state_dict().items())
     (path,) = (run_dir / "checkpoints").iterdir()  # of the last step
     dcp_to_torch_save(path, run_dir / "checkpoint.pt")
     kept = torch.load(run_dir / "checkpoint.pt")
