@@ -66,48 +66,37 @@ def sums(count, **more):
 
 
 # -------------------------------------------- Flags --------------------------------------------
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_numbers_without_sense_are_refused(name):
-    Args, free = importlib.import_module(name).Args, ("seed", "warmup_steps", "value_warmup_steps")
-    numbers = [field for field in fields(Args) if field.type in (int, float)]
-    for field in numbers:
-        zero = [0] if field.type is int and field.name not in free else []
-        for value in [*zero, -1, float("nan"), float("inf")]:
-            with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')} must be"):
-                Args(**{field.name: value})
-    assert {"steps", "group_size", "micro_batch_size"} < {field.name for field in numbers}
-
-
 RANGES = {"temperature": [0, 0.001, 3], "minibatches": [3], "group_size": [1], "gamma": [1.5]}
 RANGES |= {"lam": [1.5], "baseline_decay": [1]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_flag_out_of_range_is_refused(name):
-    Args = importlib.import_module(name).Args
-    for flag in RANGES.keys() & {field.name for field in fields(Args)}:
-        if flag != "group_size" or name not in ("reinforce", "ppo"):  # there one is a group
-            for value in RANGES[flag]:
-                with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
-                    Args(**{flag: value})
+def test_numbers_without_sense_are_refused(name):
+    Args, free = importlib.import_module(name).Args, ("seed", "warmup_steps", "value_warmup_steps")
+    numbers = [field for field in fields(Args) if field.type in (int, float)]
+    assert {"steps", "group_size", "micro_batch_size"} < {field.name for field in numbers}
+    for field in numbers:
+        wrong = [-1, float("nan"), float("inf"), *RANGES.get(field.name, [])]
+        wrong += [0] if field.type is int and field.name not in free else []
+        if field.name == "group_size" and name in ("reinforce", "ppo"):
+            wrong.remove(1)  # there one is a group
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')}"):
+                Args(**{field.name: value})
 
 
 WRONG = "--temperature=0 --steps=many --rollout-engine=sglang --kl-estimator=k1 --group-sise=4"
 
 
 @pytest.mark.parametrize("flag", WRONG.split())
-def test_a_flag_that_is_wrong_is_named(flag, monkeypatch, capsys):
+def test_a_box_that_names_it_is_all_that_a_wrong_flag_shows(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo.py", flag])
     with pytest.raises(SystemExit) as ended:
         grpo.parse_args()
-    assert ended.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
-
-
-def test_a_box_is_all_that_a_wrong_flag_shows(script):
-    done = attempt(script, "--temperature", 0)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "--temperature must be from 0.01 to 2, not 0" in done.stderr
-    assert "Traceback" not in done.stderr
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and flag.split("=")[0] in shown.err and shown.out == ""
+    if "temperature" in flag:
+        assert "--temperature must be from 0.01 to 2, not 0" in shown.err
 
 
 @pytest.mark.parametrize("rows, processes", [(["--minibatches", 4, "--group-size", 3], 2), ([], 3)])
@@ -164,24 +153,6 @@ def test_a_file_that_is_not_read(name, text, tmp_path, tokenizer):
     if text is not None:
         (tmp_path / name).write_text(text)
     assert name in not_loaded(tokenizer, tmp_path / name)
-
-
-@pytest.mark.parametrize("answer", [None, "", "\\text{even}", "even"])
-def test_an_answer_that_cannot_be_used_is_found_at_the_start(answer, tmp_path, tokenizer):
-    rows = sums(20)
-    rows[8]["answer"] = answer
-    line = not_loaded(tokenizer, write(tmp_path / "own.jsonl", rows))
-    assert "row 8 " in line and "--answer-field" in line and "reward" in line
-
-
-def test_a_field_in_a_field(tmp_path, tokenizer):
-    rows = [{"question": "17+17=?", "reward_model": {"ground_truth": "34", "style": "rule"}}]
-    path = write(tmp_path / "own.jsonl", rows)
-    problems = load(tokenizer, path, answer_field="reward_model.ground_truth")
-    assert problems[0]["answer"] == "34"
-    for field in ("reward_model", "reward_model.truth", "answer"):
-        line = not_loaded(tokenizer, path, answer_field=field)
-        assert "row 0 " in line and "reward_model" in line
 
 
 def test_chat_messages_and_parts(tmp_path, tokenizer):
@@ -265,11 +236,11 @@ def test_generation_config_is_saved_as_it_was(script, model):
     AutoModelForCausalLM.from_pretrained(folder / "run/model")
 
 
-def test_an_engine_that_does_not_start(script, tmp_path):
-    (tmp_path / "vllm.py").write_text("raise ImportError('libcuda is missing')")
-    flags = [*FLAGS, "--rollout-engine", "vllm"]
-    line = refused(script, *flags, env={"PYTHONPATH": str(tmp_path)})
-    assert "--rollout-engine vllm" in line and "libcuda is missing" in line
+@pytest.mark.parametrize("flag, module", [("--rollout-engine", "vllm"), ("--track", "trackio")])
+def test_a_library_that_does_not_load(flag, module, script, tmp_path):
+    (tmp_path / f"{module}.py").write_text("raise ImportError('libcuda is missing')")
+    line = refused(script, *FLAGS, flag, module, env={"PYTHONPATH": str(tmp_path)})
+    assert f"{flag} {module}" in line and "libcuda is missing" in line
 
 
 # --------------------------------------- Folders and resume --------------------------------------
@@ -345,16 +316,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
     path, row = tmp_path / "rows.jsonl", '{"question": "1+1=?", "answer": "2", "x": %s}\n'
     path.write_text(row % ("[" * 100_000 + "]" * 100_000))
-    flags = [
-        "--split",
-        "train",
-        "--eval-split",
-        "train",
-        "--dataset",
-        path,
-        "--model",
-        TINY / "model",
-    ]
+    flags = ["--split", "train", "--eval-split", "train", "--model", TINY / "model"]
+    flags += ["--dataset", path]
     done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
     assert "rows.jsonl" in one_line(done) and not (tmp_path / "run").exists()
     path.write_text(row % f'"{"[" * 100_000}"' * 16)  # text may have brackets
@@ -362,16 +325,6 @@ def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
 
 
 # --------------------------------------- Reward and engine ---------------------------------------
-@pytest.mark.parametrize("value", ["math.nan", "math.inf", "1e39", "-1e39"])
-def test_a_reward_that_is_no_finite_number(value, tmp_path):
-    script = copy(tmp_path, "grpo", (EASY[0], f"return {value} if completion else 0.0"))
-    done = attempt(script, *FLAGS, "--output-dir", tmp_path / "run")
-    line = one_line(done)
-    prompts = [row["question"] for row in read_jsonl(TINY / "train.jsonl")]
-    assert "reward" in line and any(repr(prompt) in line for prompt in prompts)
-    assert not (tmp_path / "run/model").exists()
-
-
 @pytest.mark.parametrize("line", ["return 1 / len(completion)", "exit()", "sys.exit(0)"])
 def test_a_reward_that_raises_shows_where(line, tmp_path):
     script = copy(tmp_path, "grpo", (EASY[0], line))
@@ -415,9 +368,3 @@ def test_a_tracker_gets_the_metrics(name, tmp_path):
     first, *rows, last = read_jsonl(tmp_path / "tracked.jsonl")
     assert first == ["init", "run", 2] and last == ["finish"]
     assert rows == [["log", row, row["step"]] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
-
-
-def test_a_tracker_that_is_not_installed(script, tmp_path):
-    (tmp_path / "trackio.py").write_text("raise ImportError('No module named trackio')")
-    line = refused(script, *FLAGS, "--track", "trackio", env={"PYTHONPATH": str(tmp_path)})
-    assert "trackio" in line
