@@ -1,5 +1,4 @@
-"""What several test files use: the tiny model, scripts run as their users run them, and a policy
-that is small enough to count everything out."""
+"""What several test files use: the tiny model, and a policy small enough to count it all out."""
 
 import itertools
 import json
@@ -23,23 +22,13 @@ TINY = ROOT / "tiny"
 SCRIPTS = ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"]
 
 
-def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
-    """The CompletedProcess of `python name.py flags`, or torchrun's with so many processes.
-
-    The engine is transformers' unless the flags say another; env is added to the environment.
-    """
-    command = [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    flags = list(map(str, flags))
-    if not any(flag.split("=")[0] == "--rollout-engine" for flag in flags):
-        flags += ["--rollout-engine", "transformers"]
-    command += [str(Path(cwd or ROOT).resolve() / f"{name}.py"), *flags]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
-    return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def printed(*words, cwd=None, **environment):
+    """What `python words` prints; it must end well."""
+    command, env = [sys.executable, *map(str, words)], {**os.environ, **environment}
+    options = {"cwd": cwd, "env": env, "capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def read_jsonl(path):

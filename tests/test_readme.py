@@ -1,22 +1,18 @@
 """What the README says exists, its commands' flags are flags, the gallery's numbers the runs'."""
 
 import ast
-import difflib
 import importlib
 import re
 
 import pytest
 import torch
-from conftest import ROOT, read_jsonl
+from conftest import ROOT, SCRIPTS, read_jsonl
+from test_form import changed, source, text_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-SCRIPT = r"(?:reinforce|rloo|ppo|grpo|gspo|cispo)\.py"
-DOCSTRINGS = "".join(
-    ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8")))
-    for name in ("reinforce", "rloo", "ppo", "grpo", "gspo", "cispo")
-)
-TEXT = README + RESULTS + DOCSTRINGS
+SCRIPT = rf"(?:{'|'.join(SCRIPTS)})\.py"
+TEXT = README + RESULTS + "".join(ast.get_docstring(ast.parse(text_of(name))) for name in SCRIPTS)
 COMMANDS = sorted(set(re.findall(rf"{SCRIPT}(?: [^\n`|]*)?--[^\n`|]+", TEXT)))
 
 
@@ -50,14 +46,8 @@ def test_the_flags_of_a_command_exist_and_are_accepted(command):
 def test_the_changed_lines_in_the_table_are_the_files():
     rows = re.findall(r"\| (\d+): `diff (\w+)\.py (\w+)\.py`", README)
     assert len(rows) == 5
-    for count, first, second in rows:
-        bodies = []
-        for name in (first, second):
-            text = (ROOT / f"{name}.py").read_text(encoding="utf-8")
-            bodies.append(text.splitlines()[ast.parse(text).body[0].end_lineno :])
-        diff = difflib.unified_diff(*bodies, n=0, lineterm="")
-        changed = [d for d in diff if d[0] in "+-" and d[:3] not in ("+++", "---")]
-        assert len(changed) == int(count), f"diff {first}.py {second}.py is {len(changed)} lines"
+    for count, *pair in rows:
+        assert len(changed(*(source(name).splitlines() for name in pair))) == int(count), pair
 
 
 def test_the_pictures_that_the_readme_links_to_are_there():
