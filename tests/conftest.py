@@ -125,16 +125,16 @@ def make_batch(model, tokenizer, advantages):
     texts = sum(TEXTS.values(), [])
     completions = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     input_ids, mask = common.collate(prompts, completions, tokenizer.pad_token_id)
+    logprobs = naive(model, input_ids, mask)[0].detach()
     batch = {"input_ids": input_ids, "mask": mask, "advantages": advantages}
-    logprobs = plain_logprobs(model, batch).detach()
     return {**batch, "old_logprobs": logprobs, "engine_logprobs": logprobs}
 
 
-def plain_logprobs(model, batch):
-    """Log-probs of the tokens (B, T-1) by the plain forward, 0 where mask is 0."""
-    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
-    logprobs = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return torch.where(batch["mask"], logprobs, 0.0)
+def naive(model, input_ids, mask, temperature=1.0):
+    """(log-probs, entropies), 0 where mask is 0, from all logits of the model's own forward."""
+    logits = model(input_ids=input_ids).logits[:, :-1].float() / temperature
+    taken = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    return taken * mask, torch.distributions.Categorical(logits=logits).entropy() * mask
 
 
 def flat_gradient(model, loss):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import tyro
-from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, near, plain_logprobs
+from conftest import TINY, Policy, Recorder, flat_gradient, make_batch, naive, near
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import common
@@ -43,9 +43,9 @@ def test_the_score_is_on_the_last_token_and_the_kl_on_each():
         # Deltas .9 * .4 - .2 = .16, .9 * .6 - .4 = .14, .4; each .45 of the next one's A.
         ([0, 0, 1], [0.2, 0.4, 0.6], [1, 1, 1], 0.9, 0.5, [0.304, 0.32, 0.4]),
         # The value at padding is nobody's future: A = 1 - 0, then 0 + .95 * 1.
-        ([0, 1, 0], [0, 0, 100], [1, 1, 0], 1.0, 0.95, [0.95, 1.0, 0.0]),
+        ([0, 1, INF], [0, 0, NAN], [1, 1, 0], 1.0, 0.95, [0.95, 1.0, 0.0]),
         # The prompt's columns are 0, and what is there changes nothing.
-        ([7, 0, 1], [5, 0.4, 0.6], [0, 1, 1], 1.0, 0.95, [0.0, 0.58, 0.4]),
+        ([NAN, 0, 1], [-INF, 0.4, 0.6], [0, 1, 1], 1.0, 0.95, [0.0, 0.58, 0.4]),
         # lam 0 is the TD residual r + gamma V' - V.
         ([1, 0, 2], [0.5, 1.0, 3.0], [1, 1, 1], 1.0, 0.0, [1.5, 2.0, -1.0]),
         ([1, 0, 2], [0.5, 1.0, 3.0], [1, 1, 1], 0.5, 0.0, [1.0, 0.5, -1.0]),
@@ -61,18 +61,6 @@ def test_gae(rewards, values, mask, gamma, lam, advantages):
     near(returns, torch.where(mask, found + values, 0.0))  # what the critic is fitted to
     if (gamma, lam) == (1.0, 0.95):
         near(ppo.gae(rewards, values, mask)[0], found)
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("mask", [[1, 1, 0], [0, 1, 1]])
-def test_what_is_masked_is_nothing_to_gae(bad, mask):
-    mask = real(*mask)
-    rewards = torch.where(mask, row(0.0, 0.5, 1.0), bad)
-    values = torch.where(mask, row(0.2, 0.4, 0.6), bad)
-    clean = [torch.where(mask, tensor, 0.0) for tensor in (rewards, values)]
-    expected = ppo.gae(*clean, mask)
-    for a, b in zip(ppo.gae(rewards, values, mask), expected, strict=True):
-        assert torch.equal(a, b) and (a[~mask] == 0).all() and (a[mask] != 0).all()
 
 
 # ------------------------------------------ Whitening -------------------------------------------
@@ -192,13 +180,6 @@ def classifier(folder, tokenizer, family, labels=1):
     return model, ppo.Args(model=str(TINY / "model"), reward_model=str(folder))
 
 
-def test_the_critic_begins_as_the_policy_and_says_0(tiny_model):
-    critic, ids = ppo.Critic(ppo.Args(model=str(TINY / "model")), torch.float32), torch.arange(8)
-    assert torch.equal(critic(ids[None]), torch.zeros(1, 8))
-    states = [base(ids[None]).last_hidden_state for base in (critic.base, tiny_model.base_model)]
-    assert torch.equal(*states)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "falcon", "bloom"])
 def test_the_reward_model_scores_the_last_token_and_the_critic_begins_as_it(
     family, tmp_path, tokenizer
@@ -248,17 +229,15 @@ def test_actor_critic_is_the_command_of_the_docstring(
         return (losses * mask).sum(1).mean()
 
     advantages = SCORES - values.detach()
-    loss = mean_of_sums(-advantages * plain_logprobs(tiny_model, batch))
-    expected = flat_gradient(tiny_model, loss)
+    loss = mean_of_sums(-advantages * naive(tiny_model, batch["input_ids"], mask)[0])
     value_loss = mean_of_sums((values - SCORES) ** 2 / 2)
-    expected_of_critic = flat_gradient(critic, value_loss)
+    expected = flat_gradient(tiny_model, loss), flat_gradient(critic, value_loss)
 
     recorders = (Recorder(tiny_model), Recorder(critic))
     metrics = ppo.update((tiny_model, critic), recorders, batch, args, 1.0)
-    for recorder, right in zip(recorders, (expected, expected_of_critic), strict=True):
+    for recorder, right in zip(recorders, expected, strict=True):
         assert right.norm() > 0.01
         near(recorder.gradients[0] / right.norm(), right / right.norm(), atol=5e-6)
     assert metrics["loss/value"] == pytest.approx(value_loss.item(), rel=1e-5)
-    right = -mean_of_sums(advantages).item()  # at the ratio 1
-    assert metrics["loss/policy"] == pytest.approx(right, abs=1e-5)
-    assert metrics["policy/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    # At the ratio 1.
+    assert metrics["loss/policy"] == pytest.approx(-mean_of_sums(advantages).item(), abs=1e-5)
