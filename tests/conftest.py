@@ -72,8 +72,8 @@ FIXED = list(itertools.product(range(3), repeat=2))
 class Policy:
     """Logits of the first token, and of the second given the first; a reward of each completion."""
 
-    def __init__(self, completions=STOPPING, seed=0):
-        options = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    def __init__(self, completions=STOPPING):
+        options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
         self.tables = [torch.randn(3, **options) / 2, torch.randn(3, 3, **options) / 2]
         for table in self.tables:
             table.requires_grad_()
@@ -97,10 +97,9 @@ class Policy:
         gradients = torch.autograd.grad(value, self.tables, **options)
         return torch.cat([gradient.flatten() for gradient in gradients])
 
-    def exact_gradient(self, rewards=None):
+    def exact_gradient(self):
         """The gradient of the expected reward."""
-        rewards = self.rewards if rewards is None else rewards
-        return self.gradient((self.probabilities() * rewards).sum())
+        return self.gradient((self.probabilities() * self.rewards).sum())
 
     def expected_gradient(self, loss, size):
         """-E[gradient of loss(rows)] over all batches of `size` completions: nothing is sampled."""
@@ -112,19 +111,13 @@ class Policy:
 
 
 # ------------------------------ One update of the built-in model ------------------------------
-TEXTS = {
-    "1+2=?": ["#### 3", "1+2=3 #### 3", "#### 5", "#### 33"],
-    "3+4-5=?": ["3+4=7 7-5=2 #### 2", "#### 2", "#### 12", "3+4=7 #### 7"],
-    "7+8=?": ["#### 15", "7+8=15 #### 15", "#### 15", "15"],
-}
-
-
-def make_batch(model, tokenizer, advantages):
-    """Three groups of four completions, for `update`: sampled by `model`, as far as it can tell."""
-    prompts = [common.encode_prompt(tokenizer, text) for text in TEXTS for _ in range(4)]
-    texts = sum(TEXTS.values(), [])
-    completions = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    input_ids, mask = common.collate(prompts, completions, tokenizer.pad_token_id)
+def make_batch(model, advantages):
+    """Twelve completions for `update`, sampled by `model` as far as it can tell."""
+    noise = torch.Generator().manual_seed(0)
+    prompts = [[2, *range(10, 12 + row % 3), 3] for row in range(12)]
+    lengths = [1 + 5 * row % 8 for row in range(12)]
+    completions = [torch.randint(6, 86, (n,), generator=noise).tolist() + [5] for n in lengths]
+    input_ids, mask = common.collate(prompts, completions, pad_id=5)
     logprobs = naive(model, input_ids, mask)[0].detach()
     batch = {"input_ids": input_ids, "mask": mask, "advantages": advantages}
     return {**batch, "old_logprobs": logprobs, "engine_logprobs": logprobs}

@@ -61,8 +61,8 @@ def write(path, rows):
     return path
 
 
-def sums(count, **more):
-    return [{"question": f"{i}+{i}=?", "answer": str(2 * i), **more} for i in range(1, count + 1)]
+def sums(count):
+    return [{"question": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(1, count + 1)]
 
 
 # -------------------------------------------- Flags --------------------------------------------
@@ -107,32 +107,32 @@ def test_processes_that_do_not_divide(script, rows, processes):
 
 
 # -------------------------------------------- Data ---------------------------------------------
-def load(tokenizer, path, split="train", **flags):
-    return grpo.load_problems(grpo.Args(**flags), tokenizer, str(path), split)
+def load(tokenizer, path, split="train"):
+    return grpo.load_problems(grpo.Args(), tokenizer, str(path), split)
 
 
-def not_loaded(tokenizer, path, **flags):
+def not_loaded(tokenizer, path):
     """The line with which a file is refused."""
     with pytest.raises(SystemExit) as ended:
-        load(tokenizer, path, **flags)
+        load(tokenizer, path)
     line = ended.value.code
     assert line.startswith("error: ") and "\n" not in line
     return line
 
 
-@pytest.mark.parametrize(
-    "name, writer",
-    [
-        ("own.jsonl", write),
-        ("own.json", lambda path, rows: path.write_text(json.dumps(rows))),
-        ("own.csv", lambda path, rows: pandas.DataFrame(rows).to_csv(path, index=False)),
-        ("own.parquet", lambda path, rows: pandas.DataFrame(rows).to_parquet(path)),
-        ("mark.jsonl", lambda p, rows: p.write_text("\ufeff" + write(p, rows).read_text())),
-        ("own [1].jsonl", write),  # no pattern
-    ],
-)
-def test_a_file_of_ones_own(name, writer, tmp_path, tokenizer):
-    writer(tmp_path / name, sums(20))
+WRITERS = {
+    "own.jsonl": write,
+    "own.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "own.csv": lambda path, rows: pandas.DataFrame(rows).to_csv(path, index=False),
+    "own.parquet": lambda path, rows: pandas.DataFrame(rows).to_parquet(path),
+    "mark.jsonl": lambda path, rows: path.write_text("\ufeff" + write(path, rows).read_text()),
+    "own [1].jsonl": write,  # no pattern
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_of_ones_own(name, tmp_path, tokenizer):
+    WRITERS[name](tmp_path / name, sums(20))
     problems = load(tokenizer, tmp_path / name, "train[:90%]")
     assert [p["answer"] for p in problems] == [str(2 * i) for i in range(1, 19)]
     assert problems[0]["prompt"] == "1+1=?"
@@ -140,15 +140,14 @@ def test_a_file_of_ones_own(name, writer, tmp_path, tokenizer):
 
 
 ROW = '{"question": "1+1=?", "answer": "2"}\n'
-UNREADABLE = {"own.xyz": ["1+1=?"], "own.JSONL": [ROW]}  # datasets knows .jsonl alone
-UNREADABLE["own.jsonl"] = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
-UNREADABLE["own.jsonl"] += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
-UNREADABLE["own.jsonl"] += [ROW.replace("question", "prompt")]
+TEXTS = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
+TEXTS += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
+TEXTS += [ROW.replace("question", "prompt")]
+UNREADABLE = [("own.xyz", "1+1=?"), ("own.JSONL", ROW)]  # datasets knows .jsonl alone
+UNREADABLE += [("own.jsonl", text) for text in TEXTS]
 
 
-@pytest.mark.parametrize(
-    "name, text", [(name, text) for name in UNREADABLE for text in UNREADABLE[name]]
-)
+@pytest.mark.parametrize("name, text", UNREADABLE)
 def test_a_file_that_is_not_read(name, text, tmp_path, tokenizer):
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -181,14 +180,12 @@ def model(tmp_path):
     return folder, [*FLAGS, "--model", folder, "--dataset", TINY / "train.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        ("model.layers", "module.model.layers", "model.layers.0."),
-        ("model.", "_orig_mod.model.", "model.embed_tokens.weight"),
-        ("model.layers.1.mlp", "mlp", "model.layers.1.mlp.down_proj.weight"),
-    ],
-)
+RENAMED = [("model.layers", "module.model.layers", "model.layers.0.")]
+RENAMED += [("model.", "_orig_mod.model.", "model.embed_tokens.weight")]
+RENAMED += [("model.layers.1.mlp", "mlp", "model.layers.1.mlp.down_proj.weight")]
+
+
+@pytest.mark.parametrize("old, new, said", RENAMED)
 def test_weights_that_are_not_there(old, new, said, script, model):
     folder, flags = model
     path = folder / "model.safetensors"
@@ -206,14 +203,15 @@ def test_a_folder_that_is_no_model(lost, script, model):
     assert str(folder) in refused(script, *flags)
 
 
-@pytest.mark.parametrize(
-    "method", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"load_in_8bit": True}]
-)
+QUANTISED = [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}]
+QUANTISED += [{"quant_method": "bitsandbytes", "load_in_8bit": True}]
+
+
+@pytest.mark.parametrize("method", QUANTISED)
 def test_a_quantised_model_without_its_library(method, script, model):
     folder, flags = model
     config = json.loads((folder / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", **method}}
-    (folder / "config.json").write_text(json.dumps(quantised))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
     assert f"cannot load the model {folder}" in refused(script, *flags, "--eval-split", "train[:4]")
 
 
@@ -245,21 +243,15 @@ def test_a_library_that_does_not_load(flag, module, script, tmp_path):
 
 # --------------------------------------- Folders and resume --------------------------------------
 CHANGED = ["--temperature 0.5", "--beta 0.5", "--split train[:7]", "--steps 1", "--output-dir x"]
+KEPT = {f"--resume {{}} {flag}": flag.split()[0][2:].replace("-", "_") for flag in CHANGED}
+KEPT |= {f"--output-dir {{}}{path}": "--output-dir" for path in ("", "/args.json/run")}
 
 
-@pytest.mark.parametrize("flags", CHANGED)
-def test_a_resumed_run_goes_on_as_it_was(flags, script, finished):
-    before = content(finished)
-    line = one_line(attempt(script, "--resume", finished, *flags.split()))
-    assert flags[2:].split()[0].replace("-", "_") in line
-    assert content(finished) == before
-
-
-@pytest.mark.parametrize("flag, folder", [("--output-dir", ""), ("--output-dir", "args.json/run")])
-def test_a_folder_that_is_not_free(flag, folder, script, finished):
-    before = content(finished)
-    assert "--output-dir" in one_line(attempt(script, *FLAGS, flag, finished / folder))
-    assert content(finished) == before
+@pytest.mark.parametrize("flags", KEPT)
+def test_a_finished_run_is_kept_as_it_is(flags, script, finished):
+    before, own = content(finished), [] if "--resume" in flags else FLAGS
+    line = one_line(attempt(script, *own, *flags.format(finished).split()))
+    assert KEPT[flags] in line and content(finished) == before
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
@@ -338,11 +330,12 @@ OTHER = "        self.model.load_state_dict({k: v * 1.2 for k, v in weights})\n"
 FAST = ["--learning-rate", 0.03, "--warmup-steps", 0]
 
 
-@pytest.mark.parametrize(
-    "flags, reward, sync", [(FAST, EASY[1], "        pass\n"), ([], "return 0.0", OTHER)]
-)
+# The second from step 0, where every group is uniform.
+WRONG_ENGINES = [(FAST, EASY[1], "        pass\n"), ([], "return 0.0", OTHER)]
+
+
+@pytest.mark.parametrize("flags, reward, sync", WRONG_ENGINES)
 def test_an_engine_with_other_weights_is_stopped(flags, reward, sync, tmp_path):
-    """The second from step 0, where every group is uniform."""
     script = copy(tmp_path, "grpo", (EASY[0], reward), (SYNC, sync))
     done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
     assert "--mismatch-limit" in one_line(done)

@@ -4,6 +4,7 @@ the tokens, that no log-prob makes a loss infinite. Values and gradients, agains
 
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -168,14 +169,6 @@ def test_the_aggregation_is_the_papers_by_default():
 ADVANTAGES = torch.tensor([[2.0], [1.0], [-1.0], [3.0], [1.5], [-0.5], [2.0], [-1.0]] + [[0.0]] * 4)
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """The numbers of rows of the forward passes."""
-    rows, original = [], common.token_logprobs
-    monkeypatch.setattr(common, "token_logprobs", lambda *a: rows.append(len(a[1])) or original(*a))
-    return rows
-
-
 def arguments(script, **flags):
     """Of one update, whose gradient has any norm."""
     own = {"minibatches": 1} if script is grpo else {}
@@ -188,10 +181,10 @@ updating = pytest.mark.parametrize("script", [grpo, rloo, reinforce], ids=lambda
 @updating
 @pytest.mark.parametrize("how", HOWS)
 def test_the_gradient_is_the_formulas_whatever_the_micro_batches(
-    one_process, tiny_model, tokenizer, passes, script, how
+    one_process, tiny_model, script, how
 ):
     # The whole batch in one plain forward pass, uniform rows included, at ratio 1.
-    batch = make_batch(tiny_model, tokenizer, ADVANTAGES)
+    batch = make_batch(tiny_model, ADVANTAGES)
     logprobs, _ = naive(tiny_model, batch["input_ids"], batch["mask"])
     weights = script.loss_weights(batch["mask"], how, 32)
     expected = flat_gradient(tiny_model, -(ADVANTAGES * logprobs * weights).sum())
@@ -202,20 +195,19 @@ def test_the_gradient_is_the_formulas_whatever_the_micro_batches(
     wide["advantages"] = ADVANTAGES
     runs = [(batch, 1, [1] * 8), (batch, 3, [3, 3, 2]), (batch, 100, [8]), (wide, 3, [3, 3, 2])]
     for given, size, sizes in runs:
-        passes.clear()
         recorder, flags = Recorder(tiny_model), {"micro_batch_size": size, "loss_aggregation": how}
-        metrics = script.update(tiny_model, recorder, dict(given), arguments(script, **flags))
+        with mock.patch.object(common, "token_logprobs", wraps=common.token_logprobs) as passes:
+            metrics = script.update(tiny_model, recorder, dict(given), arguments(script, **flags))
         near(recorder.gradients[0] / expected.norm(), expected / expected.norm())
-        assert passes == sizes  # none for the four rows that have no advantage
+        # None for the four rows that have no advantage.
+        assert [len(call.args[1]) for call in passes.call_args_list] == sizes
         assert metrics["policy/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
         assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-4)
 
 
 @updating
-def test_without_any_advantage_momentum_alone_moves_the_weights(
-    one_process, tiny_model, tokenizer, script
-):
-    batch = make_batch(tiny_model, tokenizer, ADVANTAGES)
+def test_without_any_advantage_momentum_alone_moves_the_weights(one_process, tiny_model, script):
+    batch = make_batch(tiny_model, ADVANTAGES)
     optimizer = script.make_optimizer(tiny_model)
     script.update(tiny_model, optimizer, batch, arguments(script))
     batch["advantages"] = torch.zeros(12, 1)
@@ -226,10 +218,8 @@ def test_without_any_advantage_momentum_alone_moves_the_weights(
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_micro_batches_are_the_rows_without_needless_columns(
-    one_process, tiny_model, tokenizer, size
-):
-    batch, asked = make_batch(tiny_model, tokenizer, ADVANTAGES), torch.tensor([11, 2, 5, 0, 7])
+def test_micro_batches_are_the_rows_without_needless_columns(one_process, tiny_model, size):
+    batch, asked = make_batch(tiny_model, ADVANTAGES), torch.tensor([11, 2, 5, 0, 7])
     parts = list(grpo.micro_batches(batch, asked, size, torch.device("cpu")))
     for rows, part in parts:
         width = part["mask"].shape[1]

@@ -207,9 +207,7 @@ ACTOR_CRITIC += " --value-warmup-steps 0"
 
 @pytest.mark.parametrize("size", [1, 5, 100])
 @pytest.mark.parametrize("objective", ["clip", "kl-penalty"])
-def test_actor_critic_is_the_command_of_the_docstring(
-    one_process, tiny_model, tokenizer, objective, size
-):
+def test_actor_critic_is_the_command_of_the_docstring(one_process, tiny_model, objective, size):
     # Policy: -(G - V) logp. Critic: (V - G)^2 / 2. Neither of the two has a share of the other's.
     assert ACTOR_CRITIC in " ".join(ppo.__doc__.split())
     flags = f"{ACTOR_CRITIC} --objective {objective} --micro-batch-size {size} --max-grad-norm 1e9"
@@ -218,7 +216,7 @@ def test_actor_critic_is_the_command_of_the_docstring(
     critic = ppo.Critic(ppo.Args(model=str(TINY / "model")), torch.float32).eval()
     torch.manual_seed(0)
     torch.nn.init.normal_(critic.head.weight, std=0.02)
-    batch = make_batch(tiny_model, tokenizer, torch.zeros(12, 1))
+    batch = make_batch(tiny_model, torch.zeros(12, 1))
     mask, values = batch["mask"], critic(batch["input_ids"])[:, :-1]
     batch["old_values"] = ppo.score_values(critic, batch, args)
     rewards = ppo.shaped_rewards(SCORES[:, 0], torch.zeros(mask.shape), mask, 0.0)

@@ -25,12 +25,6 @@ def test_returns_to_go(rewards, gamma, returns):
         near(reinforce.returns_to_go(torch.tensor([rewards])), [returns])
 
 
-def batch_loss(policy, advantages, rows):
-    """The loss of a batch of the toy policy's completions, as update() sums it."""
-    losses = reinforce.policy_loss(policy.logprobs()[rows], advantages)
-    return (losses * reinforce.loss_weights(policy.mask[rows], "sequence-sum", 2)).sum()
-
-
 @pytest.mark.parametrize("completions", [STOPPING, FIXED])
 @pytest.mark.parametrize("baseline", [0.0, 1.7, "batch-mean"])  # 1.7: what past batches left
 @pytest.mark.parametrize("size", [1, 2])
@@ -42,18 +36,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(completions, basel
     def loss(rows):
         rewards = policy.rewards[rows][:, None]
         b = rewards.mean() if baseline == "batch-mean" else baseline
-        return batch_loss(policy, rewards - b, rows)
+        losses = reinforce.policy_loss(policy.logprobs()[rows], rewards - b)
+        return (losses * reinforce.loss_weights(policy.mask[rows], "sequence-sum", 2)).sum()
 
     # A completion's own reward is 1 / B of the batch's mean, and cancels 1 / B of its gradient.
     left = (size - 1) / size if baseline == "batch-mean" else 1
     near(policy.expected_gradient(loss, size), left * policy.exact_gradient())
-
-
-def test_return_to_go_of_rewards_per_token_has_the_exact_gradient():
-    policy = Policy()
-    # What a token earns is known once it is there: the first reward depends on the first alone.
-    firsts = torch.tensor([[2.0, -1.0, 0.5][c[0]] for c in policy.completions])
-    rewards = torch.stack([firsts.double(), policy.rewards * policy.mask[:, 1]], 1)
-    returns = reinforce.returns_to_go(rewards)
-    found = policy.expected_gradient(lambda rows: batch_loss(policy, returns[rows], rows), 1)
-    near(found, policy.exact_gradient(rewards.sum(1)))
