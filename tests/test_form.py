@@ -66,28 +66,20 @@ def changed(before, after):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_sizes(name):
     text = text_of(name)
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    nodes = list(ast.walk(ast.parse(text)))
     assert len(text.splitlines()) <= SCRIPT_LINES[name]
     assert max(map(len, text.splitlines())) <= COLUMNS
     assert len(parts(name)["main"].splitlines()) <= MAIN_LINES
-    for function in functions:
-        arguments = function.args
+    for arguments in (node.args for node in nodes if isinstance(node, ast.FunctionDef)):
         count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
         assert count - (arguments.args[:1] != [] and arguments.args[0].arg == "self") <= PARAMETERS
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_few_names_of_common_are_used(name):
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(text_of(name)))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "common"
-    }
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) == "common"}
     assert {"token_logprobs", "encode_prompt", "kl_estimate"} <= used and len(used) <= COMMON_NAMES
-    assert "from common" not in text_of(name)
+    assert "from common" not in text
 
 
-def test_a_script_runs_beside_a_copy_of_common_alone_on_two_processes_as_a_user_starts_it(tmp_path):
+def test_a_user_runs_a_copy_beside_common_alone_on_two_processes(tmp_path):
     for file in ("grpo.py", "common.py"):
         shutil.copy(ROOT / file, tmp_path)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "grpo.py"]

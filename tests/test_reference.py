@@ -358,13 +358,9 @@ def reference(name, c, model, tokenizer, steps):
 
 
 def text_and_reward(tokenizer, batch):
-    """The texts of completions, and their rewards by the questions that have such tokens."""
-    options, questions = {"add_generation_prompt": True, "return_dict": False}, {}
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        questions[tuple(tokenizer.apply_chat_template(chat, **options))] = question
-    batch.asked = [questions[tuple(prompt)] for prompt in batch.prompts]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch.ids]
+    """The texts of completions, and their rewards."""
+    both = batch.prompts, batch.ids
+    batch.asked, texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in both)
     pairs = zip(batch.asked, texts, strict=True)
     return texts, [score(question, text, str(QUESTIONS[question])) for question, text in pairs]
 

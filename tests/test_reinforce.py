@@ -7,22 +7,12 @@ from conftest import FIXED, STOPPING, Policy, near
 import reinforce
 
 
-@pytest.mark.parametrize(
-    "rewards, gamma, returns",
-    [
-        ([0.0, 0.0, 3.0], 1.0, [3.0, 3.0, 3.0]),  # one reward at the end: R everywhere
-        ([0.0, 0.0, 1.0], 0.5, [0.25, 0.5, 1.0]),
-        ([1.0, 0.0, 2.0], 1.0, [3.0, 2.0, 2.0]),  # what came before a token is not its doing
-        ([1.0, 0.0, 2.0], 0.5, [1.5, 1.0, 2.0]),  # 1 + 0 / 2 + 2 / 4, 0 + 2 / 2, 2
-        ([0.0, 1.0, 0.0], 0.5, [0.5, 1.0, 0.0]),  # nothing leaks back from a later column
-    ],
-)
-def test_returns_to_go(rewards, gamma, returns):
-    other = [0.0, 5.0, 0.0]  # another row changes nothing
-    found = reinforce.returns_to_go(torch.tensor([rewards, other]), gamma)
-    near(found, [returns, [5.0 * gamma, 5.0, 0.0]])
-    if gamma == 1:
-        near(reinforce.returns_to_go(torch.tensor([rewards])), [returns])
+def test_returns_to_go():
+    # One reward at the end; one before, which is not a later token's doing; one that leaks nowhere.
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
+    near(reinforce.returns_to_go(rewards), [[1, 1, 1], [3, 2, 2], [1, 1, 0]])
+    # 1 / 4, 1 / 2, 1; 1 + 0 / 2 + 2 / 4, 0 + 2 / 2, 2; 1 / 2, 1, 0.
+    near(reinforce.returns_to_go(rewards, 0.5), [[0.25, 0.5, 1], [1.5, 1, 2], [0.5, 1, 0]])
 
 
 @pytest.mark.parametrize("completions", [STOPPING, FIXED])
