@@ -94,9 +94,8 @@ def test_a_box_that_names_it_is_all_that_a_wrong_flag_shows(flag, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         grpo.parse_args()
     shown = capsys.readouterr()
-    assert ended.value.code == 2 and flag.split("=")[0] in shown.err and shown.out == ""
-    if "temperature" in flag:
-        assert "--temperature must be from 0.01 to 2, not 0" in shown.err
+    said = "--temperature must be from 0.01 to 2, not 0" if "temp" in flag else flag.split("=")[0]
+    assert ended.value.code == 2 and said in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize("rows, processes", [(["--minibatches", 4, "--group-size", 3], 2), ([], 3)])
@@ -308,12 +307,11 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
     path, row = tmp_path / "rows.jsonl", '{"question": "1+1=?", "answer": "2", "x": %s}\n'
     path.write_text(row % ("[" * 100_000 + "]" * 100_000))
-    flags = ["--split", "train", "--eval-split", "train", "--model", TINY / "model"]
+    flags = [*FLAGS, "--split", "train", "--eval-split", "train", "--model", TINY / "model"]
     flags += ["--dataset", path]
-    done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
-    assert "rows.jsonl" in one_line(done) and not (tmp_path / "run").exists()
+    assert "rows.jsonl" in refused(script, *flags)
     path.write_text(row % f'"{"[" * 100_000}"' * 16)  # text may have brackets
-    run(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
+    run(script, *flags, "--output-dir", tmp_path / "run")
 
 
 # --------------------------------------- Reward and engine ---------------------------------------

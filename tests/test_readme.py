@@ -78,13 +78,11 @@ def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs(lecture):
 
 
 def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
-    def rows(first, *shares):
-        found = enumerate(shares, first)
-        keys = ("step", "eval/accuracy", "time/step", "engine/mismatch")
-        return [dict(zip(keys, (i, share, 2.0, share / 4), strict=True)) for i, share in found]
-
-    records = [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.6)}]  # .15 nats in row 2
-    records += [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.3, 0.3, 0.7, 0.8)}]
+    records, keys = [], ("step", "eval/accuracy", "time/step", "engine/mismatch")
+    for shares in ([0.1, 0.3, 0.6], [0.1, 0.3, 0.3, 0.3, 0.7, 0.8]):  # .15 nats in row 2
+        rows = [(i, share, 2.0, share / 4) for i, share in enumerate(shares)]
+        rows = [dict(zip(keys, row, strict=True)) for row in rows]
+        records.append({"setting": "a", "rows": rows})
     lines = lecture.reached({"settings": {"a": 0}, "reach": [0.5, 0.75, 0.9]}, records)
     # Steps 2 and 4, 3 x 128 samples in the mean, 2 s for each row before: (4 + 8) / 2.
     cells = ["step 3 (2–4), 384 samples, 6 s", "step 5 (5–5), 640 samples, 10 s, 1 of 2 seeds"]

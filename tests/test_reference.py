@@ -1,6 +1,6 @@
 """Whole runs of all six scripts against one reference: every weight, every metric.
 
-The reference is written from the formulas, in float64, with none of the scripts' functions.
+The reference is written from the formulas, in float64, with torch's Adam and no script's function.
 From a run it takes what is random: the completions, and the engine's log-probs of them, to which
 noise is added here. All else it computes again, from the first weights on.
 """
@@ -391,6 +391,7 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
     torch.set_default_dtype(torch.float64)
     model = AutoModelForCausalLM.from_pretrained(data["model"], dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(data["model"]).chat_template
     c = SimpleNamespace(**{**DEFAULTS, **flags})
     table, memory, optimizers, critic = reference(name, c, model, tokenizer, steps)
     rows, samples = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
