@@ -1,5 +1,4 @@
-"""What several test files use: the tiny model, scripts run as their users run them, and a policy
-that is small enough to count everything out."""
+"""What several test files use: the tiny model, and a policy small enough to count it all out."""
 
 import itertools
 import json
@@ -23,23 +22,13 @@ TINY = ROOT / "tiny"
 SCRIPTS = ["reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"]
 
 
-def run_script(name, *flags, cwd=None, processes=0, timeout=300, env=None):
-    """The CompletedProcess of `python name.py flags`, or torchrun's with so many processes.
-
-    The engine is transformers' unless the flags say another; env is added to the environment.
-    """
-    command = [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    flags = list(map(str, flags))
-    if not any(flag.split("=")[0] == "--rollout-engine" for flag in flags):
-        flags += ["--rollout-engine", "transformers"]
-    command += [str(Path(cwd or ROOT).resolve() / f"{name}.py"), *flags]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
-    return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def printed(*words, cwd=None, **environment):
+    """What `python words` prints; it must end well."""
+    command, env = [sys.executable, *map(str, words)], {**os.environ, **environment}
+    options = {"cwd": cwd, "env": env, "capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def read_jsonl(path):
@@ -83,8 +72,8 @@ FIXED = list(itertools.product(range(3), repeat=2))
 class Policy:
     """Logits of the first token, and of the second given the first; a reward of each completion."""
 
-    def __init__(self, completions=STOPPING, seed=0):
-        options = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+    def __init__(self, completions=STOPPING):
+        options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
         self.tables = [torch.randn(3, **options) / 2, torch.randn(3, 3, **options) / 2]
         for table in self.tables:
             table.requires_grad_()
@@ -108,10 +97,9 @@ class Policy:
         gradients = torch.autograd.grad(value, self.tables, **options)
         return torch.cat([gradient.flatten() for gradient in gradients])
 
-    def exact_gradient(self, rewards=None):
+    def exact_gradient(self):
         """The gradient of the expected reward."""
-        rewards = self.rewards if rewards is None else rewards
-        return self.gradient((self.probabilities() * rewards).sum())
+        return self.gradient((self.probabilities() * self.rewards).sum())
 
     def expected_gradient(self, loss, size):
         """-E[gradient of loss(rows)] over all batches of `size` completions: nothing is sampled."""
@@ -123,29 +111,23 @@ class Policy:
 
 
 # ------------------------------ One update of the built-in model ------------------------------
-TEXTS = {
-    "1+2=?": ["#### 3", "1+2=3 #### 3", "#### 5", "#### 33"],
-    "3+4-5=?": ["3+4=7 7-5=2 #### 2", "#### 2", "#### 12", "3+4=7 #### 7"],
-    "7+8=?": ["#### 15", "7+8=15 #### 15", "#### 15", "15"],
-}
-
-
-def make_batch(model, tokenizer, advantages):
-    """Three groups of four completions, for `update`: sampled by `model`, as far as it can tell."""
-    prompts = [common.encode_prompt(tokenizer, text) for text in TEXTS for _ in range(4)]
-    texts = sum(TEXTS.values(), [])
-    completions = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    input_ids, mask = common.collate(prompts, completions, tokenizer.pad_token_id)
+def make_batch(model, advantages):
+    """Twelve completions for `update`, sampled by `model` as far as it can tell."""
+    noise = torch.Generator().manual_seed(0)
+    prompts = [[2, *range(10, 12 + row % 3), 3] for row in range(12)]
+    lengths = [1 + 5 * row % 8 for row in range(12)]
+    completions = [torch.randint(6, 86, (n,), generator=noise).tolist() + [5] for n in lengths]
+    input_ids, mask = common.collate(prompts, completions, pad_id=5)
+    logprobs = naive(model, input_ids, mask)[0].detach()
     batch = {"input_ids": input_ids, "mask": mask, "advantages": advantages}
-    logprobs = plain_logprobs(model, batch).detach()
     return {**batch, "old_logprobs": logprobs, "engine_logprobs": logprobs}
 
 
-def plain_logprobs(model, batch):
-    """Log-probs of the tokens (B, T-1) by the plain forward, 0 where mask is 0."""
-    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
-    logprobs = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return torch.where(batch["mask"], logprobs, 0.0)
+def naive(model, input_ids, mask, temperature=1.0):
+    """(log-probs, entropies), 0 where mask is 0, from all logits of the model's own forward."""
+    logits = model(input_ids=input_ids).logits[:, :-1].float() / temperature
+    taken = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    return taken * mask, torch.distributions.Categorical(logits=logits).entropy() * mask
 
 
 def flat_gradient(model, loss):

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -185,16 +185,11 @@ def parts(line):
 
 def in_a_fork(job):
     """first_failure in a process that may start others, as the tests of whole runs do."""
-    receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=lambda: sender.send(first_failure(job)))
-    process.start()
-    sender.close()  # or a child that dies would be waited for
     try:
-        return receiver.recv()
-    except EOFError:
+        with ProcessPoolExecutor(1, FORK) as process:
+            return process.submit(first_failure, job).result()
+    except BrokenExecutor:
         return "DIED"
-    finally:
-        process.join()
 
 
 def first_failure(job):

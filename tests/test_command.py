@@ -61,53 +61,41 @@ def write(path, rows):
     return path
 
 
-def sums(count, **more):
-    return [{"question": f"{i}+{i}=?", "answer": str(2 * i), **more} for i in range(1, count + 1)]
+def sums(count):
+    return [{"question": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(1, count + 1)]
 
 
 # -------------------------------------------- Flags --------------------------------------------
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_numbers_without_sense_are_refused(name):
-    Args, free = importlib.import_module(name).Args, ("seed", "warmup_steps", "value_warmup_steps")
-    numbers = [field for field in fields(Args) if field.type in (int, float)]
-    for field in numbers:
-        zero = [0] if field.type is int and field.name not in free else []
-        for value in [*zero, -1, float("nan"), float("inf")]:
-            with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')} must be"):
-                Args(**{field.name: value})
-    assert {"steps", "group_size", "micro_batch_size"} < {field.name for field in numbers}
-
-
 RANGES = {"temperature": [0, 0.001, 3], "minibatches": [3], "group_size": [1], "gamma": [1.5]}
 RANGES |= {"lam": [1.5], "baseline_decay": [1]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_flag_out_of_range_is_refused(name):
-    Args = importlib.import_module(name).Args
-    for flag in RANGES.keys() & {field.name for field in fields(Args)}:
-        if flag != "group_size" or name not in ("reinforce", "ppo"):  # there one is a group
-            for value in RANGES[flag]:
-                with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
-                    Args(**{flag: value})
+def test_numbers_without_sense_are_refused(name):
+    Args, free = importlib.import_module(name).Args, ("seed", "warmup_steps", "value_warmup_steps")
+    numbers = [field for field in fields(Args) if field.type in (int, float)]
+    assert {"steps", "group_size", "micro_batch_size"} < {field.name for field in numbers}
+    for field in numbers:
+        wrong = [-1, float("nan"), float("inf"), *RANGES.get(field.name, [])]
+        wrong += [0] if field.type is int and field.name not in free else []
+        if field.name == "group_size" and name in ("reinforce", "ppo"):
+            wrong.remove(1)  # there one is a group
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"--{field.name.replace('_', '-')}"):
+                Args(**{field.name: value})
 
 
 WRONG = "--temperature=0 --steps=many --rollout-engine=sglang --kl-estimator=k1 --group-sise=4"
 
 
 @pytest.mark.parametrize("flag", WRONG.split())
-def test_a_flag_that_is_wrong_is_named(flag, monkeypatch, capsys):
+def test_a_box_that_names_it_is_all_that_a_wrong_flag_shows(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo.py", flag])
     with pytest.raises(SystemExit) as ended:
         grpo.parse_args()
-    assert ended.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
-
-
-def test_a_box_is_all_that_a_wrong_flag_shows(script):
-    done = attempt(script, "--temperature", 0)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "--temperature must be from 0.01 to 2, not 0" in done.stderr
-    assert "Traceback" not in done.stderr
+    shown = capsys.readouterr()
+    said = "--temperature must be from 0.01 to 2, not 0" if "temp" in flag else flag.split("=")[0]
+    assert ended.value.code == 2 and said in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize("rows, processes", [(["--minibatches", 4, "--group-size", 3], 2), ([], 3)])
@@ -118,32 +106,32 @@ def test_processes_that_do_not_divide(script, rows, processes):
 
 
 # -------------------------------------------- Data ---------------------------------------------
-def load(tokenizer, path, split="train", **flags):
-    return grpo.load_problems(grpo.Args(**flags), tokenizer, str(path), split)
+def load(tokenizer, path, split="train"):
+    return grpo.load_problems(grpo.Args(), tokenizer, str(path), split)
 
 
-def not_loaded(tokenizer, path, **flags):
+def not_loaded(tokenizer, path):
     """The line with which a file is refused."""
     with pytest.raises(SystemExit) as ended:
-        load(tokenizer, path, **flags)
+        load(tokenizer, path)
     line = ended.value.code
     assert line.startswith("error: ") and "\n" not in line
     return line
 
 
-@pytest.mark.parametrize(
-    "name, writer",
-    [
-        ("own.jsonl", write),
-        ("own.json", lambda path, rows: path.write_text(json.dumps(rows))),
-        ("own.csv", lambda path, rows: pandas.DataFrame(rows).to_csv(path, index=False)),
-        ("own.parquet", lambda path, rows: pandas.DataFrame(rows).to_parquet(path)),
-        ("mark.jsonl", lambda p, rows: p.write_text("\ufeff" + write(p, rows).read_text())),
-        ("own [1].jsonl", write),  # no pattern
-    ],
-)
-def test_a_file_of_ones_own(name, writer, tmp_path, tokenizer):
-    writer(tmp_path / name, sums(20))
+WRITERS = {
+    "own.jsonl": write,
+    "own.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "own.csv": lambda path, rows: pandas.DataFrame(rows).to_csv(path, index=False),
+    "own.parquet": lambda path, rows: pandas.DataFrame(rows).to_parquet(path),
+    "mark.jsonl": lambda path, rows: path.write_text("\ufeff" + write(path, rows).read_text()),
+    "own [1].jsonl": write,  # no pattern
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_of_ones_own(name, tmp_path, tokenizer):
+    WRITERS[name](tmp_path / name, sums(20))
     problems = load(tokenizer, tmp_path / name, "train[:90%]")
     assert [p["answer"] for p in problems] == [str(2 * i) for i in range(1, 19)]
     assert problems[0]["prompt"] == "1+1=?"
@@ -151,37 +139,18 @@ def test_a_file_of_ones_own(name, writer, tmp_path, tokenizer):
 
 
 ROW = '{"question": "1+1=?", "answer": "2"}\n'
-UNREADABLE = {"own.xyz": ["1+1=?"], "own.JSONL": [ROW]}  # datasets knows .jsonl alone
-UNREADABLE["own.jsonl"] = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
-UNREADABLE["own.jsonl"] += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
-UNREADABLE["own.jsonl"] += [ROW.replace("question", "prompt")]
+TEXTS = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
+TEXTS += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
+TEXTS += [ROW.replace("question", "prompt")]
+UNREADABLE = [("own.xyz", "1+1=?"), ("own.JSONL", ROW)]  # datasets knows .jsonl alone
+UNREADABLE += [("own.jsonl", text) for text in TEXTS]
 
 
-@pytest.mark.parametrize(
-    "name, text", [(name, text) for name in UNREADABLE for text in UNREADABLE[name]]
-)
+@pytest.mark.parametrize("name, text", UNREADABLE)
 def test_a_file_that_is_not_read(name, text, tmp_path, tokenizer):
     if text is not None:
         (tmp_path / name).write_text(text)
     assert name in not_loaded(tokenizer, tmp_path / name)
-
-
-@pytest.mark.parametrize("answer", [None, "", "\\text{even}", "even"])
-def test_an_answer_that_cannot_be_used_is_found_at_the_start(answer, tmp_path, tokenizer):
-    rows = sums(20)
-    rows[8]["answer"] = answer
-    line = not_loaded(tokenizer, write(tmp_path / "own.jsonl", rows))
-    assert "row 8 " in line and "--answer-field" in line and "reward" in line
-
-
-def test_a_field_in_a_field(tmp_path, tokenizer):
-    rows = [{"question": "17+17=?", "reward_model": {"ground_truth": "34", "style": "rule"}}]
-    path = write(tmp_path / "own.jsonl", rows)
-    problems = load(tokenizer, path, answer_field="reward_model.ground_truth")
-    assert problems[0]["answer"] == "34"
-    for field in ("reward_model", "reward_model.truth", "answer"):
-        line = not_loaded(tokenizer, path, answer_field=field)
-        assert "row 0 " in line and "reward_model" in line
 
 
 def test_chat_messages_and_parts(tmp_path, tokenizer):
@@ -210,14 +179,12 @@ def model(tmp_path):
     return folder, [*FLAGS, "--model", folder, "--dataset", TINY / "train.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        ("model.layers", "module.model.layers", "model.layers.0."),
-        ("model.", "_orig_mod.model.", "model.embed_tokens.weight"),
-        ("model.layers.1.mlp", "mlp", "model.layers.1.mlp.down_proj.weight"),
-    ],
-)
+RENAMED = [("model.layers", "module.model.layers", "model.layers.0.")]
+RENAMED += [("model.", "_orig_mod.model.", "model.embed_tokens.weight")]
+RENAMED += [("model.layers.1.mlp", "mlp", "model.layers.1.mlp.down_proj.weight")]
+
+
+@pytest.mark.parametrize("old, new, said", RENAMED)
 def test_weights_that_are_not_there(old, new, said, script, model):
     folder, flags = model
     path = folder / "model.safetensors"
@@ -235,14 +202,15 @@ def test_a_folder_that_is_no_model(lost, script, model):
     assert str(folder) in refused(script, *flags)
 
 
-@pytest.mark.parametrize(
-    "method", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"load_in_8bit": True}]
-)
+QUANTISED = [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}]
+QUANTISED += [{"quant_method": "bitsandbytes", "load_in_8bit": True}]
+
+
+@pytest.mark.parametrize("method", QUANTISED)
 def test_a_quantised_model_without_its_library(method, script, model):
     folder, flags = model
     config = json.loads((folder / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", **method}}
-    (folder / "config.json").write_text(json.dumps(quantised))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
     assert f"cannot load the model {folder}" in refused(script, *flags, "--eval-split", "train[:4]")
 
 
@@ -265,30 +233,24 @@ def test_generation_config_is_saved_as_it_was(script, model):
     AutoModelForCausalLM.from_pretrained(folder / "run/model")
 
 
-def test_an_engine_that_does_not_start(script, tmp_path):
-    (tmp_path / "vllm.py").write_text("raise ImportError('libcuda is missing')")
-    flags = [*FLAGS, "--rollout-engine", "vllm"]
-    line = refused(script, *flags, env={"PYTHONPATH": str(tmp_path)})
-    assert "--rollout-engine vllm" in line and "libcuda is missing" in line
+@pytest.mark.parametrize("flag, module", [("--rollout-engine", "vllm"), ("--track", "trackio")])
+def test_a_library_that_does_not_load(flag, module, script, tmp_path):
+    (tmp_path / f"{module}.py").write_text("raise ImportError('libcuda is missing')")
+    line = refused(script, *FLAGS, flag, module, env={"PYTHONPATH": str(tmp_path)})
+    assert f"{flag} {module}" in line and "libcuda is missing" in line
 
 
 # --------------------------------------- Folders and resume --------------------------------------
 CHANGED = ["--temperature 0.5", "--beta 0.5", "--split train[:7]", "--steps 1", "--output-dir x"]
+KEPT = {f"--resume {{}} {flag}": flag.split()[0][2:].replace("-", "_") for flag in CHANGED}
+KEPT |= {f"--output-dir {{}}{path}": "--output-dir" for path in ("", "/args.json/run")}
 
 
-@pytest.mark.parametrize("flags", CHANGED)
-def test_a_resumed_run_goes_on_as_it_was(flags, script, finished):
-    before = content(finished)
-    line = one_line(attempt(script, "--resume", finished, *flags.split()))
-    assert flags[2:].split()[0].replace("-", "_") in line
-    assert content(finished) == before
-
-
-@pytest.mark.parametrize("flag, folder", [("--output-dir", ""), ("--output-dir", "args.json/run")])
-def test_a_folder_that_is_not_free(flag, folder, script, finished):
-    before = content(finished)
-    assert "--output-dir" in one_line(attempt(script, *FLAGS, flag, finished / folder))
-    assert content(finished) == before
+@pytest.mark.parametrize("flags", KEPT)
+def test_a_finished_run_is_kept_as_it_is(flags, script, finished):
+    before, own = content(finished), [] if "--resume" in flags else FLAGS
+    line = one_line(attempt(script, *own, *flags.format(finished).split()))
+    assert KEPT[flags] in line and content(finished) == before
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
@@ -345,33 +307,14 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
     path, row = tmp_path / "rows.jsonl", '{"question": "1+1=?", "answer": "2", "x": %s}\n'
     path.write_text(row % ("[" * 100_000 + "]" * 100_000))
-    flags = [
-        "--split",
-        "train",
-        "--eval-split",
-        "train",
-        "--dataset",
-        path,
-        "--model",
-        TINY / "model",
-    ]
-    done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
-    assert "rows.jsonl" in one_line(done) and not (tmp_path / "run").exists()
+    flags = [*FLAGS, "--split", "train", "--eval-split", "train", "--model", TINY / "model"]
+    flags += ["--dataset", path]
+    assert "rows.jsonl" in refused(script, *flags)
     path.write_text(row % f'"{"[" * 100_000}"' * 16)  # text may have brackets
-    run(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
+    run(script, *flags, "--output-dir", tmp_path / "run")
 
 
 # --------------------------------------- Reward and engine ---------------------------------------
-@pytest.mark.parametrize("value", ["math.nan", "math.inf", "1e39", "-1e39"])
-def test_a_reward_that_is_no_finite_number(value, tmp_path):
-    script = copy(tmp_path, "grpo", (EASY[0], f"return {value} if completion else 0.0"))
-    done = attempt(script, *FLAGS, "--output-dir", tmp_path / "run")
-    line = one_line(done)
-    prompts = [row["question"] for row in read_jsonl(TINY / "train.jsonl")]
-    assert "reward" in line and any(repr(prompt) in line for prompt in prompts)
-    assert not (tmp_path / "run/model").exists()
-
-
 @pytest.mark.parametrize("line", ["return 1 / len(completion)", "exit()", "sys.exit(0)"])
 def test_a_reward_that_raises_shows_where(line, tmp_path):
     script = copy(tmp_path, "grpo", (EASY[0], line))
@@ -385,11 +328,12 @@ OTHER = "        self.model.load_state_dict({k: v * 1.2 for k, v in weights})\n"
 FAST = ["--learning-rate", 0.03, "--warmup-steps", 0]
 
 
-@pytest.mark.parametrize(
-    "flags, reward, sync", [(FAST, EASY[1], "        pass\n"), ([], "return 0.0", OTHER)]
-)
+# The second from step 0, where every group is uniform.
+WRONG_ENGINES = [(FAST, EASY[1], "        pass\n"), ([], "return 0.0", OTHER)]
+
+
+@pytest.mark.parametrize("flags, reward, sync", WRONG_ENGINES)
 def test_an_engine_with_other_weights_is_stopped(flags, reward, sync, tmp_path):
-    """The second from step 0, where every group is uniform."""
     script = copy(tmp_path, "grpo", (EASY[0], reward), (SYNC, sync))
     done = attempt(script, *FLAGS, *flags, "--output-dir", tmp_path / "run")
     assert "--mismatch-limit" in one_line(done)
@@ -415,9 +359,3 @@ def test_a_tracker_gets_the_metrics(name, tmp_path):
     first, *rows, last = read_jsonl(tmp_path / "tracked.jsonl")
     assert first == ["init", "run", 2] and last == ["finish"]
     assert rows == [["log", row, row["step"]] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
-
-
-def test_a_tracker_that_is_not_installed(script, tmp_path):
-    (tmp_path / "trackio.py").write_text("raise ImportError('No module named trackio')")
-    line = refused(script, *FLAGS, "--track", "trackio", env={"PYTHONPATH": str(tmp_path)})
-    assert "trackio" in line

@@ -4,6 +4,7 @@ Numbers are worked out by hand or by enumeration next to the test that uses them
 has a naive form (log_softmax over all logits, a forward pass per token), that is the reference.
 """
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import near
+from conftest import naive, near
 from tokenizers import models, pre_tokenizers, processors
 
 import common
@@ -26,6 +27,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant{% endif %}"
 )
 NO_BOS = TEMPLATE.replace("{{ bos_token }}", "")
+CHAT = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
 THINKING = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %} hi{% endif %}"
 
 
@@ -57,50 +59,38 @@ def test_load_tokenizer_sets_a_padding_token_and_wants_an_eos(make_tokenizer, tm
 
 
 @pytest.mark.parametrize(
-    "template, prompt, expected",
+    "template, added, prompt, expected",
     [
         # The trap: encoding the template's text adds a BOS of its own.
-        (TEMPLATE, "hi", [BOS, USER, HI, ASSISTANT]),
-        (TEMPLATE, "<s> hi", [BOS, USER, HI, ASSISTANT]),
-        (TEMPLATE, "<s> <s> hi", [BOS, USER, HI, ASSISTANT]),
-        (TEMPLATE, "hi </s>", [BOS, USER, HI, EOS, ASSISTANT]),  # the user's own, not dropped
-        (NO_BOS, "hi", [USER, HI, ASSISTANT]),
-        (NO_BOS, "<s> hi", [USER, HI, ASSISTANT]),  # none that the template does not write
-        (THINKING, "hi", [BOS, USER, HI, ASSISTANT, HI]),
+        (TEMPLATE, "<s> $A", "hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "<s> $A", "<s> hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "<s> $A", "<s> <s> hi", [BOS, USER, HI, ASSISTANT]),
+        (TEMPLATE, "<s> $A", "hi </s>", [BOS, USER, HI, EOS, ASSISTANT]),  # the user's own is kept
+        (TEMPLATE, "<s> $A", CHAT, [BOS, USER, HI, ASSISTANT, HI, USER, HI, ASSISTANT]),
+        (NO_BOS, "<s> $A", "hi", [USER, HI, ASSISTANT]),
+        (NO_BOS, "<s> $A", "<s> hi", [USER, HI, ASSISTANT]),  # none the template does not write
+        (THINKING, "<s> $A", "hi", [BOS, USER, HI, ASSISTANT, HI]),
+        (None, "<s> $A", "hi", [BOS, HI]),
+        (None, "<s> $A </s>", "hi", [BOS, HI]),  # it would end the text before the completion
+        (None, "$A </s>", "hi", [HI]),
+        (None, "$A", "hi", [HI]),
+        (None, "<s> $A", "<s> hi", [BOS, HI]),
+        (None, "<s> $A", "<s> <s> hi", [BOS, HI]),
+        (None, "$A", "<s> <s> hi", [BOS, HI]),
+        (None, "<s> $A </s>", "hi </s>", [BOS, HI, EOS]),
     ],
 )
-def test_a_template_is_applied_once_with_one_bos(make_tokenizer, template, prompt, expected):
-    tokenizer = make_tokenizer(template)
-    assert tokenizer("hi")["input_ids"] == [BOS, HI]
-    parts = [{"type": "text", "text": prompt[:1]}, {"type": "text", "text": prompt[1:]}]
-    for content in (prompt, parts):
-        message = {"role": "user", "content": content}
-        assert common.encode_prompt(tokenizer, [message]) == expected
-        assert message == {"role": "user", "content": content}  # the data's row is not changed
-    assert common.encode_prompt(tokenizer, prompt) == expected
-
-
-def test_chat_messages_keep_their_roles_and_order(make_tokenizer):
-    messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
-    expected = [BOS, USER, HI, ASSISTANT, HI, USER, HI, ASSISTANT]
-    assert common.encode_prompt(make_tokenizer(TEMPLATE), messages) == expected
-
-
-@pytest.mark.parametrize(
-    "added, text, expected",
-    [
-        ("<s> $A", "hi", [BOS, HI]),
-        ("<s> $A </s>", "hi", [BOS, HI]),  # an EOS would end the text before the completion
-        ("$A </s>", "hi", [HI]),
-        ("$A", "hi", [HI]),
-        ("<s> $A", "<s> hi", [BOS, HI]),
-        ("<s> $A", "<s> <s> hi", [BOS, HI]),
-        ("$A", "<s> <s> hi", [BOS, HI]),
-        ("<s> $A </s>", "hi </s>", [BOS, HI, EOS]),  # the user's own
-    ],
-)
-def test_without_template_a_string_has_one_bos_at_most(make_tokenizer, added, text, expected):
-    assert common.encode_prompt(make_tokenizer(added=added), text) == expected
+def test_a_template_is_applied_once_and_there_is_one_bos_at_most(
+    make_tokenizer, template, added, prompt, expected
+):
+    tokenizer, forms = make_tokenizer(template, added), [prompt]
+    if template and isinstance(prompt, str):
+        parts = [{"type": "text", "text": prompt[:1]}, {"type": "text", "text": prompt[1:]}]
+        forms += [[{"role": "user", "content": content}] for content in (prompt, parts)]
+    for form in forms:
+        given = copy.deepcopy(form)
+        assert common.encode_prompt(tokenizer, given) == expected
+        assert given == form  # the data's row is not changed
 
 
 def test_a_bos_that_is_the_eos_too_is_kept(make_tokenizer):
@@ -170,26 +160,14 @@ def random_model(kind, **options):
     """A random model with weights large enough that scales, caps and positions show."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 23}
-    sizes |= {"intermediate_size": 24, "initializer_range": 0.5, "pad_token_id": 0, **options}
-    if kind in ("Llama", "Gemma2", "Cohere", "Granite"):
-        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
-    if kind in ("GPT2", "GPTJ"):  # by their own names
-        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 23, "n_positions": 32}
-        sizes |= {"initializer_range": 0.5, "rotary_dim": 4, **options}
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4}
+    sizes |= {"initializer_range": 0.5, "pad_token_id": 0, **options}
     config = getattr(transformers, f"{kind}Config")(bos_token_id=None, eos_token_id=1, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     bias = getattr(model.get_output_embeddings(), "bias", None)
     if bias is not None:  # is made as zeros, which would hide that it is left out
         torch.nn.init.normal_(bias)
     return model
-
-
-def naive(model, input_ids, mask, temperature=1.0):
-    """(log-probs, entropies) from all logits of the model's own forward."""
-    logits = model(input_ids=input_ids).logits[:, :-1].float() / temperature
-    logprobs = logits.log_softmax(-1)
-    taken = logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]
-    return taken * mask, torch.distributions.Categorical(logits=logits).entropy() * mask
 
 
 def gradients(model, outputs, weights):
@@ -200,51 +178,34 @@ def gradients(model, outputs, weights):
     return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("chunk_size", [1, 3, 1000])
+KINDS = [("Gemma2", {"final_logit_softcapping": 2.0}), ("Cohere", {"logit_scale": 3.0})]
+KINDS += [("Granite", {"logits_scaling": 0.25}), ("Granite", {"logits_scaling": 4.0})]
+KINDS += [("GPTJ", {}), ("Phi", {}), ("Llama", {})]  # the first two have a bias
+
+
+@pytest.mark.parametrize("kind, options", KINDS)
+@pytest.mark.parametrize("temperature, chunk_size", [(0.5, 1), (1.7, 3), (1.0, 1000)])
 @pytest.mark.parametrize("used", ["both", "log-probs", "entropies"])
 def test_equals_log_softmax_and_gather_in_value_and_gradient(
-    tiny_model, chunk_size, temperature, used
+    kind, options, temperature, chunk_size, used
 ):
-    torch.manual_seed(0)
-    prompts = [[2, 10, 11, 3], [2, 12, 3]]
-    input_ids, mask = common.collate(prompts, [[10, 11, 5], [12, 13, 14, 15, 5]], pad_id=5)
+    model = random_model(kind, **options)
+    common.check_logits(model)
+    prompts, completions = [[2, 10, 11, 3], [2, 12, 3]], [[10, 11, 5], [12, 13, 14, 15, 5]]
+    input_ids, mask = common.collate(prompts, completions, pad_id=5)
     weights = list(torch.randn(2, *mask.shape))
     if used != "both":
         weights[used == "log-probs"] = None  # as where a loss uses but one of the two
-    expected = naive(tiny_model, input_ids, mask, temperature)
-    expected_gradients = gradients(tiny_model, expected, weights)
+    expected = naive(model, input_ids, mask, temperature)
+    expected_gradients = gradients(model, expected, weights)
 
-    outputs = common.token_logprobs(tiny_model, input_ids, mask, temperature, chunk_size)
+    outputs = common.token_logprobs(model, input_ids, mask, temperature, chunk_size)
     for output, value in zip(outputs, expected, strict=True):
         assert output.dtype == torch.float32 and output.shape == mask.shape
         assert not output[~mask].any()
         near(output, value, atol=1e-5)
-    for name, gradient in gradients(tiny_model, outputs, weights).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "table, ids, temperature, logprobs, entropies",
-    [
-        # P(2) = .9 after 0 and P(1) = .8 after 2; any other alignment reads another number.
-        ([[0.04, 0.06, 0.9]] + [[0.15, 0.8, 0.05]] * 2, [0, 2, 1], 1.0, [0.9, 0.8], None),
-        # softmax([2, 1, 0] / .5) = softmax([4, 2, 0]): 4 - log(e^4 + e^2 + 1) = -.1429
-        ([[math.exp(2), math.exp(1), 1.0]] * 3, [0, 0], 0.5, [math.exp(-0.1429)], None),
-        ([[math.exp(2), math.exp(1), 1.0]] * 3, [0, 1], 0.5, [math.exp(-2.1429)], None),
-        ([[math.exp(2), math.exp(1), 1.0]] * 3, [0, 2], 0.5, [math.exp(-4.1429)], None),
-        ([[0.2] * 5] * 5, [0, 1], 1.0, [0.2], [math.log(5)]),  # uniform over 5
-        ([[1.0, 1e-38, 1e-38]] * 3, [0, 0], 0.01, [1.0], [0.0]),  # one-hot
-        ([[0.731, 0.269]] * 2, [0, 1], 1.0, [0.269], [0.582]),  # the two-armed bandit
-    ],
-)
-def test_scores_of_a_table(table, ids, temperature, logprobs, entropies):
-    model, ids = Table(torch.tensor(table).log()), torch.tensor([ids])
-    mask = torch.ones(1, ids.shape[1] - 1).bool()
-    found = common.token_logprobs(model, ids, mask, temperature)
-    near(found[0][0], torch.tensor(logprobs).log(), atol=1e-4)
-    if entropies:
-        near(found[1][0], entropies, atol=5e-4)
+    found = gradients(model, outputs, weights)
+    torch.testing.assert_close(found, expected_gradients, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.01, 2.0])  # the flags' limits
@@ -264,38 +225,22 @@ def test_a_temperature_that_is_not_positive_raises(temperature):
         common.token_logprobs(model, ids, torch.tensor([[True]]), temperature)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])  # rotary and learned positions
-def test_a_row_scores_the_same_alone_and_padded(kind):
-    model = random_model(kind)
-    prompts, completions = [[3, 4], [5, 6, 7]], [[8, 9, 1], [8, 7, 6, 5, 4, 3, 1]]
-    together = common.token_logprobs(model, *common.collate(prompts, completions, pad_id=1))
-    for row, pair in enumerate(zip(prompts, completions, strict=True)):
-        alone = common.token_logprobs(model, *common.collate([pair[0]], [pair[1]], pad_id=1))
-        for padded, expected in zip(together, alone, strict=True):
-            width = expected.shape[1]
-            near(padded[row, :width], expected[0], atol=1e-5)
-            assert not padded[row, width:].any()
-
-
 def test_bfloat16_logits_are_cast_before_the_log_softmax():
     # In bfloat16, log(32,000) = 10.4 has a spacing of 1/16: values are off by hundredths of a nat.
     torch.manual_seed(0)
     model = Table(torch.randn(2, 32_000), torch.bfloat16)
     input_ids = torch.tensor([[0, 1, 0, 1]])
     outputs = common.token_logprobs(model, input_ids, torch.ones(1, 3).bool(), chunk_size=2)
-    expected = model.rows.detach().double().log_softmax(-1)
-    taken = expected[input_ids[0, :-1], input_ids[0, 1:]]
-    entropy = -(expected.exp() * expected).sum(-1)[input_ids[0, :-1]]
-    for output, value in zip(outputs, (taken, entropy), strict=True):
+    exact = model.rows.detach().double().requires_grad_()
+    logprobs = exact[[0, 1, 0]].log_softmax(-1)
+    taken, entropies = logprobs[[0, 1, 2], [1, 0, 1]], -(logprobs.exp() * logprobs).sum(-1)
+    for output, value in zip(outputs, (taken, entropies), strict=True):
         assert output.dtype == torch.float32
         near(output[0].double(), value, atol=1e-4)
-    # d log p_y / dz = onehot(y) - p, added up over the three positions: 0 -> 1, 1 -> 0, 0 -> 1.
     outputs[0].sum().backward()
-    gradient = -expected.exp() * torch.tensor([[2.0], [1.0]])
-    gradient[0, 1] += 2
-    gradient[1, 0] += 1
+    taken.sum().backward()
     assert model.rows.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(model.rows.grad.double(), gradient, rtol=0.02, atol=1e-6)
+    torch.testing.assert_close(model.rows.grad.double(), exact.grad, rtol=0.02, atol=1e-6)
 
 
 def test_an_empty_mask_gives_zeros_and_zero_gradients(tiny_model):
@@ -307,51 +252,23 @@ def test_an_empty_mask_gives_zeros_and_zero_gradients(tiny_model):
         assert not gradient.any()
 
 
-KINDS = [("Gemma2", {"final_logit_softcapping": 2.0}), ("Cohere", {"logit_scale": 3.0})]
-KINDS += [("Granite", {"logits_scaling": 0.25}), ("Granite", {"logits_scaling": 4.0})]
-KINDS += [("GPTJ", {}), ("Phi", {}), ("Llama", {})]  # the first two have a bias
-
-
-@pytest.mark.parametrize("kind, options", KINDS)
-def test_logits_are_scaled_capped_and_shifted_as_by_the_model(kind, options):
-    model = random_model(kind, **options)
-    common.check_logits(model)
-    input_ids, mask = torch.randint(23, (2, 9)), torch.ones(2, 8).bool()
-    weights, expected = torch.randn(2, 2, 8), naive(model, input_ids, mask, 0.7)
-    outputs = common.token_logprobs(model, input_ids, mask, 0.7, chunk_size=5)
-    for output, value in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(output, value, atol=1e-4, rtol=1e-4)
-    right = gradients(model, expected, weights)
-    for name, gradient in gradients(model, outputs, weights).items():
-        torch.testing.assert_close(gradient, right[name], atol=2e-3, rtol=1e-3)
-
-
 def test_a_model_that_computes_other_logits_is_refused():
     model = random_model("Llama")
-    common.check_logits(model)
     model.config.logit_scale = 1.1  # which Cohere's forward uses, and this one does not
     with pytest.raises(ValueError, match="LlamaForCausalLM is not supported"):
         common.check_logits(model)
 
 
 # --------------------------------------- KL and weights --------------------------------------
-@pytest.mark.parametrize(
-    "x, value, slope",
-    [
-        (0.0, 1.0, 1.0),
-        (math.log(1.5), 1.5, 1.5),
-        (-200.0, 0.0, 0.0),
-        (19.0, math.exp(19), math.exp(19)),
-        (25.0, 6 * math.exp(20), math.exp(20)),  # the tangent at 20: e^20 (1 + 25 - 20)
-        (1e5, (1e5 - 19) * math.exp(20), math.exp(20)),
-    ],
-)
-def test_bounded_exp_is_exp_and_from_20_on_its_tangent(x, value, slope):
-    x = torch.tensor(x).requires_grad_()
+def test_bounded_exp_is_exp_and_from_20_on_its_tangent():
+    x = torch.tensor([0.0, math.log(1.5), -200.0, 19.0, 25.0, 1e5], requires_grad=True)
     found = common.bounded_exp(x)
-    found.backward()
-    assert found.item() == pytest.approx(value, rel=1e-4)
-    assert x.grad.item() == pytest.approx(slope, rel=1e-4)
+    found.sum().backward()
+    top = math.exp(20)  # the tangent is e^20 (1 + x - 20)
+    values = torch.tensor([1.0, 1.5, 0.0, math.exp(19), 6 * top, (1e5 - 19) * top])
+    torch.testing.assert_close(found.detach(), values, rtol=1e-4, atol=1e-12)
+    slopes = torch.tensor([1.0, 1.5, 0.0, math.exp(19), top, top])
+    torch.testing.assert_close(x.grad, slopes, rtol=1e-4, atol=1e-12)
 
 
 LOGITS = torch.tensor([0.3, -0.2], dtype=torch.float64)  # of a policy with two actions
@@ -371,12 +288,9 @@ def test_kl_estimates_and_their_expectations(kind, values, gradient):
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     weighed = (logprobs.exp().detach() * common.kl_estimate(logprobs, REFERENCE, kind)).sum()
-    (found,) = torch.autograd.grad(weighed, logits, retain_graph=True)
-    near(found, [gradient, -gradient], atol=1e-4)
-    if kind == "k2":
-        exact = torch.autograd.grad((logprobs.exp() * (logprobs - REFERENCE)).sum(), logits)
-        near(found, exact[0], atol=1e-9)
-    else:  # their mean is the KL
+    weighed.backward()
+    near(logits.grad, [gradient, -gradient], atol=1e-4)
+    if kind != "k2":  # their mean is the KL
         assert weighed.item() == pytest.approx(0.1004, abs=1e-4)
     with pytest.raises(ValueError, match="k4"):
         common.kl_estimate(logprobs, REFERENCE, "k4")
@@ -401,30 +315,17 @@ def test_rollout_weights_are_capped_detached_and_blind_to_what_is_masked():
     weights = common.rollout_correction(old, old.detach() - ratios, mask, cap=2.0)
     near(weights, [[0.5, 1.0, 2.0, 0.0, 0.0, 0.0]])
     assert not weights.requires_grad
-    far = common.rollout_correction(
-        torch.zeros(1, 2), torch.tensor([[-200.0, 200]]), mask[:, :2], 2
-    )
-    near(far, [[2.0, 0.0]])  # however far the engine is
-
-
-def test_rollout_weights_make_the_engines_samples_unbiased():
-    trainer, engine = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.5, 0.3, 0.2])
-    mask = torch.ones(1, 3).bool()
-    weights = common.rollout_correction(trainer.log()[None], engine.log()[None], mask, cap=3.0)[0]
-    values = torch.tensor([5.0, -1.0, 2.0])
-    assert (engine * weights * values).sum().item() == pytest.approx(1.7, abs=1e-5)  # 1 - .3 + 1
+    distant = torch.tensor([[-200.0, 200.0]])  # however far the engine is
+    near(common.rollout_correction(distant * 0, distant, mask[:, :2], cap=2.0), [[2.0, 0.0]])
 
 
 # ------------------------------------------ Sampling -----------------------------------------
-STOP = 5
-
-
 @pytest.fixture
 def prompts(tokenizer):
     return [common.encode_prompt(tokenizer, text) for text in ("1+1=?", "9+8-7+6=?", "2+3-1=?")]
 
 
-def sample(model, prompts, seeds, temperature=1.0, max_tokens=12, stop_ids=(STOP,)):
+def sample(model, prompts, seeds, temperature=1.0, max_tokens=12, stop_ids=(5,)):
     return common.sample(model, prompts, seeds, temperature, max_tokens, set(stop_ids))
 
 
@@ -499,23 +400,10 @@ def test_tokens_come_as_often_as_the_softmax_has_it(temperature):
     assert (joint - p).abs().sum() < 1.5 * (p * (1 - p) / count).sqrt().sum()
 
 
-def test_the_checkpoints_sampling_settings_do_not_leak(tiny_model, prompts):
-    rows, seeds = prompts * 2, range(6)
-    expected = [sample(tiny_model, rows, seeds, temperature) for temperature in (0.0, 1.0)]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_checkpoints_sampling_settings_do_not_leak(tiny_model, prompts, temperature):
+    expected = sample(tiny_model, prompts, range(3), temperature)
     settings = {"do_sample": True, "top_k": 1, "repetition_penalty": 5.0, "temperature": 0.1}
     settings |= {"eos_token_id": 7, "min_new_tokens": 11, "suppress_tokens": [10, 11, 12]}
-    for temperature, right in zip((0.0, 1.0), expected, strict=True):
-        tiny_model.generation_config = transformers.GenerationConfig(**settings)
-        assert same(sample(tiny_model, rows, seeds, temperature), right)
-
-
-def test_temperature_0_takes_the_argmax_whatever_the_seed(tiny_model, prompts):
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + 12 and ids[-1] != STOP:
-            ids.append(tiny_model(torch.tensor([ids])).logits[0, -1].argmax().item())
-        expected.append(ids[len(prompt) :])
-    assert expected[0] != expected[1]
-    for seeds in ([0, 1, 2], [9, 9, 9]):
-        assert [ids for ids, _ in sample(tiny_model, prompts, seeds, 0.0)] == expected
+    tiny_model.generation_config = transformers.GenerationConfig(**settings)
+    assert same(sample(tiny_model, prompts, range(3), temperature), expected)

@@ -7,8 +7,7 @@ import shutil
 from functools import cache
 
 import pytest
-from conftest import ROOT, SCRIPTS, TINY, read_jsonl, run_script
-from runs import attempt
+from conftest import ROOT, SCRIPTS, TINY, printed, read_jsonl
 
 SCRIPT_LINES = {name: 705 for name in SCRIPTS} | {"ppo": 840}
 COMMON_LINES, COMMON_NAMES, MAIN_LINES, PARAMETERS, COLUMNS = 300, 12, 120, 6, 100
@@ -67,43 +66,28 @@ def changed(before, after):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_sizes(name):
     text = text_of(name)
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    nodes = list(ast.walk(ast.parse(text)))
     assert len(text.splitlines()) <= SCRIPT_LINES[name]
     assert max(map(len, text.splitlines())) <= COLUMNS
-    for function in functions:
-        arguments = function.args
+    assert len(parts(name)["main"].splitlines()) <= MAIN_LINES
+    for arguments in (node.args for node in nodes if isinstance(node, ast.FunctionDef)):
         count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
         assert count - (arguments.args[:1] != [] and arguments.args[0].arg == "self") <= PARAMETERS
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_main_is_short(name):
-    assert len(parts(name)["main"].splitlines()) <= MAIN_LINES
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_few_names_of_common_are_used(name):
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(text_of(name)))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "common"
-    }
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) == "common"}
     assert {"token_logprobs", "encode_prompt", "kl_estimate"} <= used and len(used) <= COMMON_NAMES
-    assert "from common" not in text_of(name)
+    assert "from common" not in text
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_beside_a_copy_of_common_alone(name, tmp_path):
-    for file in (f"{name}.py", "common.py"):
+def test_a_user_runs_a_copy_beside_common_alone_on_two_processes(tmp_path):
+    for file in ("grpo.py", "common.py"):
         shutil.copy(ROOT / file, tmp_path)
-    flags = ["--model", TINY / "model", "--dataset", TINY / "train.jsonl", "--split", "train[:4]"]
-    flags += ["--eval-split", "train[4:8]", "--steps", 1, "--prompts-per-step", 4]
-    flags += ["--group-size", 2, "--max-completion-tokens", 16, "--output-dir", "run"]
-    if name == "grpo":  # as a user does, on two processes
-        done = run_script(name, *flags, cwd=tmp_path, processes=2)
-    else:
-        done = attempt(tmp_path / f"{name}.py", *flags, "--rollout-engine", "transformers")
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "grpo.py"]
+    words += ["--model", TINY / "model", "--dataset", TINY / "train.jsonl", "--split", "train[:4]"]
+    words += ["--eval-split", "train[4:8]", "--steps", 1, "--prompts-per-step", 4]
+    words += ["--group-size", 2, "--max-completion-tokens", 16, "--output-dir", "run"]
+    words += ["--rollout-engine", "transformers"]
+    printed(*words, cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
 
 

@@ -1,14 +1,11 @@
 """The memory table: the simulation against a real update of a small model, and its smallest row."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, printed
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 COMMON = """
 import json, sys
 folder, kind, checkpointing, rows, length, sizes = json.loads(sys.argv[1])
@@ -33,33 +30,26 @@ print(memory.simulate(config, 1, checkpointing, rows, length, kind)[1])
 """
 
 
-def python(code, *settings):
-    """The numbers that code prints in a process of its own, where nothing else takes memory."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", COMMON + code, json.dumps([str(BENCHMARKS), *settings])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return list(map(int, done.stdout.splitlines()[-1].split()))
+def number(code, *settings):
+    """The number that code prints in a process of its own, where nothing else takes memory."""
+    words = "-c", COMMON + code, json.dumps([str(BENCHMARKS), *settings])
+    return int(printed(*words, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536").split()[-1])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_simulation_is_what_a_real_update_creates(checkpointing):
-    settings = "float32", checkpointing, 4, 256, [256, 1024, 4, 4, 2, 8192]
-    (counted,) = python(REAL, *settings)
-    (simulated,) = python(SIMULATED, *settings)
-    assert counted == pytest.approx(simulated, rel=0.01)
-
-
-def test_simulation_is_what_a_sharded_update_in_bfloat16_creates():
-    settings = "bfloat16", False, 2, 128, [128, 512, 2, 2, 1, 4096]
-    (counted,) = python(REAL, *settings)
-    (simulated,) = python(SIMULATED, *settings)
-    assert counted == pytest.approx(simulated, rel=0.01)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("float32", False, 4, 256, [256, 1024, 4, 4, 2, 8192]),
+        ("float32", True, 4, 256, [256, 1024, 4, 4, 2, 8192]),
+        ("bfloat16", False, 2, 128, [128, 512, 2, 2, 1, 4096]),  # which is sharded
+    ],
+)
+def test_simulation_is_what_a_real_update_creates(settings):
+    assert number(REAL, *settings) == pytest.approx(number(SIMULATED, *settings), rel=0.01)
 
 
 def test_smallest_row():
-    command = [sys.executable, BENCHMARKS / "memory.py", "Qwen2.5-0.5B", "8"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = printed(BENCHMARKS / "memory.py", "Qwen2.5-0.5B", 8).splitlines()
     assert len(lines) == 3
     *_, name, parameters, gpus, update, checkpointed, kept, sampling, _ = lines[-1].split("|")
     assert (name.strip(), parameters.strip(), gpus.strip()) == ("Qwen2.5-0.5B", "0.49 B", "8")

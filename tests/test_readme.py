@@ -1,22 +1,18 @@
 """What the README says exists, its commands' flags are flags, the gallery's numbers the runs'."""
 
 import ast
-import difflib
 import importlib
 import re
 
 import pytest
 import torch
-from conftest import ROOT, read_jsonl
+from conftest import ROOT, SCRIPTS, read_jsonl
+from test_form import changed, source, text_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-SCRIPT = r"(?:reinforce|rloo|ppo|grpo|gspo|cispo)\.py"
-DOCSTRINGS = "".join(
-    ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8")))
-    for name in ("reinforce", "rloo", "ppo", "grpo", "gspo", "cispo")
-)
-TEXT = README + RESULTS + DOCSTRINGS
+SCRIPT = rf"(?:{'|'.join(SCRIPTS)})\.py"
+TEXT = README + RESULTS + "".join(ast.get_docstring(ast.parse(text_of(name))) for name in SCRIPTS)
 COMMANDS = sorted(set(re.findall(rf"{SCRIPT}(?: [^\n`|]*)?--[^\n`|]+", TEXT)))
 
 
@@ -50,14 +46,8 @@ def test_the_flags_of_a_command_exist_and_are_accepted(command):
 def test_the_changed_lines_in_the_table_are_the_files():
     rows = re.findall(r"\| (\d+): `diff (\w+)\.py (\w+)\.py`", README)
     assert len(rows) == 5
-    for count, first, second in rows:
-        bodies = []
-        for name in (first, second):
-            text = (ROOT / f"{name}.py").read_text(encoding="utf-8")
-            bodies.append(text.splitlines()[ast.parse(text).body[0].end_lineno :])
-        diff = difflib.unified_diff(*bodies, n=0, lineterm="")
-        changed = [d for d in diff if d[0] in "+-" and d[:3] not in ("+++", "---")]
-        assert len(changed) == int(count), f"diff {first}.py {second}.py is {len(changed)} lines"
+    for count, *pair in rows:
+        assert len(changed(*(source(name).splitlines() for name in pair))) == int(count), pair
 
 
 def test_the_pictures_that_the_readme_links_to_are_there():
@@ -88,13 +78,11 @@ def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs(lecture):
 
 
 def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
-    def rows(first, *shares):
-        found = enumerate(shares, first)
-        keys = ("step", "eval/accuracy", "time/step", "engine/mismatch")
-        return [dict(zip(keys, (i, share, 2.0, share / 4), strict=True)) for i, share in found]
-
-    records = [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.6)}]  # .15 nats in row 2
-    records += [{"setting": "a", "rows": rows(0, 0.1, 0.3, 0.3, 0.3, 0.7, 0.8)}]
+    records, keys = [], ("step", "eval/accuracy", "time/step", "engine/mismatch")
+    for shares in ([0.1, 0.3, 0.6], [0.1, 0.3, 0.3, 0.3, 0.7, 0.8]):  # .15 nats in row 2
+        rows = [(i, share, 2.0, share / 4) for i, share in enumerate(shares)]
+        rows = [dict(zip(keys, row, strict=True)) for row in rows]
+        records.append({"setting": "a", "rows": rows})
     lines = lecture.reached({"settings": {"a": 0}, "reach": [0.5, 0.75, 0.9]}, records)
     # Steps 2 and 4, 3 x 128 samples in the mean, 2 s for each row before: (4 + 8) / 2.
     cells = ["step 3 (2–4), 384 samples, 6 s", "step 5 (5–5), 640 samples, 10 s, 1 of 2 seeds"]

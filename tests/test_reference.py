@@ -1,6 +1,6 @@
 """Whole runs of all six scripts against one reference: every weight, every metric.
 
-The reference is written from the formulas, in float64, and uses none of the scripts' functions.
+The reference is written from the formulas, in float64, with torch's Adam and no script's function.
 From a run it takes what is random: the completions, and the engine's log-probs of them, to which
 noise is added here. All else it computes again, from the first weights on.
 """
@@ -9,31 +9,31 @@ import copy
 import importlib
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TINY, read_jsonl
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-TINY = Path(__file__).resolve().parent.parent / "tiny/model"
 QUESTIONS = {"1+1=?": 2, "2+3=?": 5, "9-4+3=?": 8, "4*2-1+6=?": 13, "7-7=?": 0, "8-4-4=?": 0}
 STOPS = list(range(20, 30))  # end a completion beside EOS: so many that their lengths differ
-BETAS, EPS = (0.9, 0.95), 1e-8  # AdamW's
 
 # Every number is one that acts: nothing here is a value at which its term is neutral.
 FLAGS = {"steps": 2, "prompts_per_step": 4, "group_size": 3, "max_completion_tokens": 9}
 FLAGS |= {"temperature": 0.7, "beta": 0.2, "learning_rate": 1e-3, "warmup_steps": 3, "seed": 1}
 FLAGS |= {"max_grad_norm": 0.02, "mismatch_cap": 1.4, "mismatch_limit": 9.0, "eval_every": 2}
 FLAGS |= {"micro_batch_size": 4, "save_every": 2, "rollout_engine": "transformers"}
+LONG = {"steps": 3, "warmup_steps": 2}  # a step more than the warm-up
 RATIO = {"minibatches": 2, "update_epochs": 2, "clip_eps_low": 0.02, "clip_eps_high": 0.05}
 GSPO = {"clip_eps_low": 0.006, "clip_eps_high": 0.02}
 PPO = {"gamma": 0.7, "lam": 0.9, "whiten": True, "entropy_coef": 0.05, "value_clip_eps": 0.02}
-PPO |= {"value_warmup_steps": 1, "value_learning_rate": 2e-3, "beta": 0.4, "steps": 3}
-AVERAGE = {"baseline": "moving-average", "baseline_decay": 0.6, "steps": 3}
+PPO |= {"value_warmup_steps": 1, "value_learning_rate": 2e-3, "beta": 0.4, **LONG}
+AVERAGE = {"baseline": "moving-average", "baseline_decay": 0.6, **LONG}
 PENALTY = {"objective": "kl-penalty", "kl_penalty": 0.3, "value_clip_eps": 0.0, "max_grad_norm": 9}
 
 # What the reference takes where a case says nothing: neutral, or what the scripts begin with.
@@ -47,17 +47,17 @@ CASES = [
     ("reinforce", {"baseline": "batch-mean", "gamma": 0.9, "loss_aggregation": "constant"}, 0),
     ("reinforce", {**AVERAGE, "mismatch_cap": 0.0, "loss_aggregation": "token-mean"}, 2),
     ("reinforce", {"gamma": 0.7, "beta": 0.0, "loss_aggregation": "sequence-mean"}, 0),
-    ("rloo", {"loss_aggregation": "sequence-sum", "warmup_steps": 2, "steps": 3}, 1),
+    ("rloo", {"loss_aggregation": "sequence-sum", **LONG}, 1),
     ("rloo", {"beta": 0.0, "loss_aggregation": "token-mean", "gradient_checkpointing": True}, 0),
     ("rloo", {"mismatch_cap": 0.0, "loss_aggregation": "constant"}, 0),
-    ("grpo", {"loss_aggregation": "sequence-mean", "seed": 3}, 0),
+    ("grpo", {"loss_aggregation": "sequence-mean", "seed": 3, **LONG}, 0),
     ("grpo", {"scale_by_std": False, "loss_aggregation": "constant", "kl_estimator": "k2"}, 0),
     ("grpo", {"loss_aggregation": "token-mean", "beta": 0.0, "minibatches": 4}, 0),
     ("grpo", {"loss_aggregation": "sequence-sum", "mismatch_cap": 0.0, "update_epochs": 3}, 0),
-    ("gspo", GSPO, 0),
+    ("gspo", {**GSPO, **LONG}, 0),
     ("gspo", {**GSPO, "scale_by_std": False, "kl_estimator": "k2", "update_epochs": 3}, 0),
     ("gspo", {**GSPO, "beta": 0.0, "mismatch_cap": 0.0, "minibatches": 4}, 0),
-    ("cispo", {"loss_aggregation": "token-mean"}, 0),
+    ("cispo", {"loss_aggregation": "token-mean", **LONG}, 0),
     ("cispo", {"scale_by_std": False, "loss_aggregation": "constant", "kl_estimator": "k2"}, 0),
     ("cispo", {"beta": 0.0, "minibatches": 1, "loss_aggregation": "sequence-sum"}, 0),
     ("ppo", {"loss_aggregation": "sequence-mean"}, 0),
@@ -90,7 +90,7 @@ def near(found, expected, what, error=2e-5):
 def data(tmp_path_factory):
     """Flags of a small random model, in which dropout would show, and of the problems."""
     path = tmp_path_factory.mktemp("reference")
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -146,28 +146,21 @@ def run(name, flags, run_dir, monkeypatch):
 
 
 # --------------------------------------- The reference ---------------------------------------
-class AdamW:
-    """AdamW without weight decay, after the gradient was cut to a norm of its own."""
+class AdamW(torch.optim.AdamW):
+    """Without weight decay, after the gradient was cut to a norm of its own."""
 
     def __init__(self, weights):
-        self.weights, self.updates = weights, 0
-        self.m, self.v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        super().__init__(weights, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        self.weights = weights
 
-    @torch.no_grad()
-    def step(self, loss, lr, max_norm, frozen=False):
+    def update(self, loss, lr, max_norm, frozen=False):
         """One update; returns the norm that the gradient had."""
-        gradients = torch.autograd.grad(loss, self.weights)
-        norm = torch.cat([g.flatten() for g in gradients]).norm().item()
-        if frozen:
-            return norm
-        self.updates += 1
-        for w, g, m, v in zip(self.weights, gradients, self.m, self.v, strict=True):
-            g = g * max_norm / (norm + 1e-6) if norm > max_norm else g
-            m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
-            v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g * g)
-            m_hat = m / (1 - BETAS[0] ** self.updates)
-            v_hat = v / (1 - BETAS[1] ** self.updates)
-            w -= lr * m_hat / (v_hat.sqrt() + EPS)
+        self.zero_grad()
+        loss.backward(inputs=self.weights)
+        norm = clip_grad_norm_(self.weights, max_norm).item()
+        self.param_groups[0]["lr"] = lr
+        if not frozen:
+            self.step()
         return norm
 
 
@@ -292,7 +285,7 @@ def train(name, models, optimizers, batch, c, memory, step):
         t.logprobs, t.entropies = score_rows(policy, batch, rows, c.temperature)
         losses, clipped = token_losses(name, t, c, memory)
         loss = aggregate(losses, t.lengths, c)
-        norm = optimizers[0].step(loss, c.learning_rate * warm, c.max_grad_norm, frozen)
+        norm = optimizers[0].update(loss, c.learning_rate * warm, c.max_grad_norm, frozen)
         found.append([loss.item(), norm, clipped.sum().item() * c.minibatches / tokens])
         if critic:
             t.new_values = value_rows(critic, batch, rows)
@@ -301,7 +294,7 @@ def train(name, models, optimizers, batch, c, memory, step):
                 moved = t.values + (t.new_values - t.values).clamp(-eps, eps)
                 losses = torch.maximum(losses, (moved - t.returns) ** 2 / 2)
             loss = aggregate(losses, t.lengths, c)
-            optimizers[1].step(loss, c.value_learning_rate * warm, c.max_grad_norm)
+            optimizers[1].update(loss, c.value_learning_rate * warm, c.max_grad_norm)
             found[-1].append(loss.item())
     names = ["loss/policy", "policy/grad_norm", "policy/clip_frac", "loss/value"]
     names = names[:2] if name in ("reinforce", "rloo") else names[: len(found[0])]
@@ -365,14 +358,10 @@ def reference(name, c, model, tokenizer, steps):
 
 
 def text_and_reward(tokenizer, batch):
-    """The texts of completions, and their rewards by the questions that have such tokens."""
-    options, questions = {"add_generation_prompt": True, "return_dict": False}, {}
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        questions[tuple(tokenizer.apply_chat_template(chat, **options))] = question
-    asked = [questions[tuple(prompt)] for prompt in batch.prompts]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch.ids]
-    pairs = zip(asked, texts, strict=True)
+    """The texts of completions, and their rewards."""
+    both = batch.prompts, batch.ids
+    batch.asked, texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in both)
+    pairs = zip(batch.asked, texts, strict=True)
     return texts, [score(question, text, str(QUESTIONS[question])) for question, text in pairs]
 
 
@@ -401,11 +390,11 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     torch.set_default_dtype(torch.float64)
     model = AutoModelForCausalLM.from_pretrained(data["model"], dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(data["model"]).chat_template
     c = SimpleNamespace(**{**DEFAULTS, **flags})
     table, memory, optimizers, critic = reference(name, c, model, tokenizer, steps)
-    files = [run_dir / "metrics.jsonl", run_dir / "samples.jsonl"]
-    rows, samples = ([json.loads(line) for line in file.open()] for file in files)
+    rows, samples = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "samples"))
     for step, found, row, group in zip(steps, rows, table, samples, strict=True):
         assert found.pop("time/rollout") < found["time/step"]
         speed = found.pop("throughput/tokens_per_second")
@@ -413,15 +402,21 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
         assert found.keys() == row.keys()
         for key in row:
             near(found[key], row[key], f"{key} of step {row['step']}", 5e-5)
-        assert (group["completions"], group["step"]) == (step.texts[:size], row["step"])
-        assert group["rewards"] == step.rewards[:size].tolist()
+        kept = {
+            "step": row["step"],
+            "prompt": step.asked[0],
+            "rewards": step.rewards[:size].tolist(),
+        }
+        kept |= {"answer": str(QUESTIONS[step.asked[0]]), "completions": step.texts[:size]}
+        assert group == kept
         for key, weight in step.weights.items():
             wanted, moved = step.expected[key], step.expected[key] - steps[0].expected[key]
             same(weight, wanted, moved, f"{key} of step {row['step']}", 1e-3)
 
     saved, last = load_file(run_dir / "model/model.safetensors"), steps[-1].weights
     assert saved.keys() == last.keys() - {"lm_head.weight"}  # which is tied
-    assert all(torch.equal(weight, last[key]) for key, weight in saved.items())
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    assert all(torch.equal(weight, last[key]) for key, weight in loaded.state_dict().items())
     (path,) = (run_dir / "checkpoints").iterdir()  # of the last step
     dcp_to_torch_save(path, run_dir / "checkpoint.pt")
     kept = torch.load(run_dir / "checkpoint.pt")
@@ -435,10 +430,12 @@ def test_run(name, flags, resume_at, data, tmp_path, monkeypatch, request):
         assert kept[what].keys() == named.keys()
         for key, weight in named.items():
             same(kept[what][key], weight, weight, f"{what} {key}", 1e-5)
-        for i, (m, v) in enumerate(zip(own.m, own.v, strict=True)):
-            assert kept[state][str(i)]["step"] == own.updates
-            same(kept[state][str(i)]["exp_avg"], m, m, f"{what}'s momentum {i}", 1e-3)
-            same(kept[state][str(i)]["exp_avg_sq"], v, v, f"{what}'s squares {i}", 1e-3)
+        for i, weight in enumerate(own.weights):
+            mine, theirs = own.state[weight], kept[state][str(i)]
+            assert theirs["step"] == mine["step"]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                error = f"{what}'s {moment} {i}"
+                same(theirs[moment], mine[moment], mine[moment], error, 1e-3)
 
 
 def test_another_seed_draws_other_samples(data, tmp_path, monkeypatch):

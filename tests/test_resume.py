@@ -13,36 +13,24 @@ UPDATE = "        # 4. Update.\n"
 SAVE = "    dcp.save(trained, checkpoint_id=path)\n"
 REMOVE = "        shutil.rmtree(old)\n"
 WRITE = '            file.write(json.dumps(line) + "\\n")\n'
+MODEL, TOKENIZER = "    save_model(run_dir,", "    tokenizer.save_pretrained(run_dir"
+# The tensors are there, what says where they are is not; the rest of a line is not.
+UNFINISHED = f"    if step == 4:\n        dcp.FileSystemWriter.finish = lambda *_, **kept: {KILL}\n"
+HALF = f"file.write(json.dumps(line)[:99]), file.flush(), {KILL}"
+LAST = '            row["step"] == 5 and name =='
 PLACES = {
     "before the first checkpoint": (UPDATE, f"        step == 1 and {KILL}\n"),
     "in a later step": (UPDATE, f"        step == 5 and {KILL}\n"),
-    "before a checkpoint is whole": (
-        SAVE,
-        "    if step == 4:  # the tensors are there, what says where they are is not\n"
-        f"        dcp.FileSystemWriter.finish = lambda *_, **kept: {KILL}\n" + SAVE,
-    ),
+    "before a checkpoint is whole": (SAVE, UNFINISHED + SAVE),
     "before the old checkpoint is removed": (SAVE, f"{SAVE}    step == 4 and {KILL}\n"),
     "while the old checkpoint is removed": (
         REMOVE,
         f"        (old / '__0_0.distcp').unlink(), step == 4 and {KILL}\n" + REMOVE,
     ),
-    "in a line of the metrics": (
-        WRITE,
-        '            if row["step"] == 5 and name == "metrics":\n'
-        f"                file.write(json.dumps(line)[:99]), file.flush(), {KILL}\n" + WRITE,
-    ),
-    "between the two lines": (
-        WRITE,
-        f'            row["step"] == 5 and name == "samples" and {KILL}\n' + WRITE,
-    ),
-    "before the model is saved": (
-        "    save_model(run_dir,",
-        f"    {KILL}\n    save_model(run_dir,",
-    ),
-    "while the model is saved": (
-        "    tokenizer.save_pretrained(run_dir",
-        f"    {KILL}\n    tokenizer.save_pretrained(run_dir",
-    ),
+    "in a line of the metrics": (WRITE, f'{LAST} "metrics" and ({HALF})\n{WRITE}'),
+    "between the two lines": (WRITE, f'{LAST} "samples" and {KILL}\n{WRITE}'),
+    "before the model is saved": (MODEL, f"    {KILL}\n{MODEL}"),
+    "while the model is saved": (TOKENIZER, f"    {KILL}\n{TOKENIZER}"),
 }
 
 
@@ -66,17 +54,15 @@ def test_killed_and_resumed(place, whole):
 
 
 def test_half_a_character_of_a_killed_run_is_cut_off(whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "run")
+    folder, script = shutil.copytree(whole, tmp_path / "run"), copy(whole.parent, "grpo", EASY)
     with open(folder / "samples.jsonl", "ab") as file:
         file.write(b'{"step": 7, "prompt": "\xe2\x88')
-    script = copy(whole.parent, "grpo", EASY)
     run(script, "--resume", folder)
     assert_same(folder, whole)
 
 
 def test_a_finished_run_goes_on(whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "run")
-    script = copy(whole.parent, "grpo", EASY)
+    folder, script = shutil.copytree(whole, tmp_path / "run"), copy(whole.parent, "grpo", EASY)
     flags = ["--steps", 7, "--eval-every", 1, "--save-every", 9, "--micro-batch-size", 16]
     run(script, "--resume", folder, *flags)
     rows = metrics(folder)

@@ -17,52 +17,47 @@ import grpo
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
 
 
-@pytest.mark.parametrize(
-    "completion, answer, expected",
-    [
-        (r"\boxed{\frac{3}{4}}", r"\frac{3}{4}", 1),  # not cut at the first brace
-        (r"\boxed{4}", r"\frac{3}{4}", 0),
-        (r"\boxed{\frac{1}{2}}", "1/2", 1),
-        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
-        (r"\boxed{3}", r"\frac{1}{3}", 0),
-        ("13", r"3\sqrt{13}", 0),
-        (r"\boxed{3\sqrt{13}}", r"3\sqrt{13}", 1),
-        (r"\boxed{2}", r"(3,\pi/2)", 0),
-        (r"\boxed{(3,\frac{\pi}{2})}", r"(3,\pi/2)", 1),
-        (r"\boxed{24\text{ cm}^2}", "24", 1),
-        (r"\boxed{10,\!080}", "10080", 1),
-        (r"\boxed{10080}", r"10,\!080", 1),
-        (r"\boxed{80}", r"10,\!080", 0),
-        ("$1,234.50", "1234.5", 1),
-        ("1,000", "1000", 1),
-        ("1,000", "1", 0),
-        ("#### 70000", "$70,000", 1),
-        ("#### -5", "-5", 1),
-        ("#### 5", "-5", 0),
-        ("#### -5", "5", 0),
-        ("#### \N{MINUS SIGN}5", "-5", 1),
-        ("I think 3-5 = -2", "-2", 1),
-        ("3-5", "-5", 0),
-        ("The answer is 17.", "17", 1),
-        ("The answer is 17.", "7", 0),
-        ("#### 1\n#### 2", "2", 1),
-        ("#### 1\n#### 2", "1", 0),  # the last one counts
-        ("So $x = 3$, and\n#### 5", "5", 1),  # and nothing before it, LaTeX or boxed
-        (r"\boxed{3} #### 5", "5", 1),
-        ("Half of 48 is 24.\n#### 72", GSM8K, 1),
-        ("#### 24", GSM8K, 0),  # not a number on the way
-        ("0.00001", "0.00001", 1),
-        ("#### 5", "0.00001", 0),
-        ("#### 5", "1e-05", 0),
-        ("#### 43", "43.0", 1),
-        ("", "5", 0),
-        ("####", "5", 0),
-        ("no number", "5", 0),
-    ],
-)
-def test_reward(completion, answer, expected):
-    found = grpo.reward("How many?", completion, answer)
-    assert found == expected and isinstance(found, float)
+# {answer: (completions that score 1, completions that score 0)}
+CASES = {
+    r"\frac{3}{4}": ([r"\boxed{\frac{3}{4}}"], [r"\boxed{4}"]),  # not cut at the first brace
+    "1/2": ([r"\boxed{\frac{1}{2}}"], []),
+    r"\frac{1}{2}": ([r"\boxed{0.5}"], []),
+    r"\frac{1}{3}": ([], [r"\boxed{3}"]),
+    r"3\sqrt{13}": ([r"\boxed{3\sqrt{13}}"], ["13"]),
+    r"(3,\pi/2)": ([r"\boxed{(3,\frac{\pi}{2})}"], [r"\boxed{2}"]),
+    "24": ([r"\boxed{24\text{ cm}^2}"], []),
+    "10080": ([r"\boxed{10,\!080}"], []),
+    r"10,\!080": ([r"\boxed{10080}"], [r"\boxed{80}"]),
+    "1234.5": (["$1,234.50"], []),
+    "1000": (["1,000"], []),
+    "$70,000": (["#### 70000"], []),
+    "-5": (["#### -5", "#### \N{MINUS SIGN}5"], ["#### 5", "3-5"]),
+    "-2": (["I think 3-5 = -2"], []),
+    "17": (["The answer is 17."], []),
+    "7": ([], ["The answer is 17."]),
+    "2": (["#### 1\n#### 2"], []),
+    # The last one counts, and nothing before it, LaTeX or boxed.
+    "1": ([], ["#### 1\n#### 2", "1,000"]),
+    "5": (["So $x = 3$, and\n#### 5", r"\boxed{3} #### 5"], ["#### -5", "", "####", "no number"]),
+    GSM8K: (["Half of 48 is 24.\n#### 72"], ["#### 24"]),  # not a number on the way
+    "0.00001": (["0.00001"], ["#### 5"]),
+    "1e-05": ([], ["#### 5"]),
+    "43.0": (["#### 43"], []),
+    # An answer is not taken for another number.
+    "3,4": ([], ["3.4"]),
+    "1,2,3": ([], ["1.2"]),
+    "1 1/2": ([], ["1"]),
+    "2024-01-05": ([], ["2024"]),
+    "1 000": ([], ["0"]),
+}
+
+
+@pytest.mark.parametrize("answer", CASES)
+def test_reward(answer):
+    for score, completions in zip((1.0, 0.0), CASES[answer], strict=True):
+        for completion in completions:
+            found = grpo.reward("How many?", completion, answer)
+            assert found == score and isinstance(found, float), completion
 
 
 @pytest.mark.parametrize("form", ["#### {}", "The answer is {}.", "{}", r"\boxed{{{}}}"])
@@ -71,26 +66,13 @@ def test_an_answer_as_the_data_has_it_scores_1(form, answer):
     assert grpo.reward("", form.format(answer), answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    "answer", [r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1", "x>3", "x/y"]
-)
+SIGNS = [r"\frac{1}{3}", r"3\sqrt{13}", r"(3,\pi/2)", "x+1", "x>3", "x/y"]
+
+
+@pytest.mark.parametrize("answer", SIGNS)
 def test_an_answer_of_signs_scores_1_in_latexs_marks(answer):
     for form in ("#### ${}$", r"\boxed{{{}}}", r"So $\boxed{{{}}}$."):
         assert grpo.reward("", form.format(answer), answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    "number, answer",
-    [
-        ("3.4", "3,4"),  # two numbers
-        ("1.2", "1,2,3"),
-        ("1", "1 1/2"),
-        ("2024", "2024-01-05"),
-        ("0", "1 000"),
-    ],
-)
-def test_an_answer_is_not_taken_for_another_number(number, answer):
-    assert grpo.reward("", number, answer) == 0.0
 
 
 @pytest.mark.parametrize("completion, answer", [(r"\boxed{3,4}", "3,4"), ("0.00001", "1e-05")])
@@ -129,40 +111,35 @@ def load(tmp_path, monkeypatch, tokenizer):
     return load
 
 
-@pytest.mark.parametrize(
-    "answer, text, flags",
-    [
-        (0.00001, "0.00001", {}),  # and not 1e-05, which reads as 5
-        (43.0, "43.0", {}),
-        (1e22, "10000000000000000000000", {}),
-        (72, "72", {}),
-        (GSM8K, GSM8K, {}),
-        ({"ground_truth": "34", "style": "rule"}, "34", {"answer_field": "answer.ground_truth"}),
-    ],
-)
-def test_an_answer_is_text_that_scores_1(load, tokenizer, answer, text, flags):
+NESTED = {"ground_truth": "34", "style": "rule"}
+# (0.00001 is not to be 1e-05, which reads as 5)
+ANSWERS = [(0.00001, "0.00001"), (43.0, "43.0"), (1e22, "1" + "0" * 22), (72, "72"), (GSM8K, GSM8K)]
+
+
+@pytest.mark.parametrize("answer, text", [*ANSWERS, (NESTED, "34")])
+def test_an_answer_is_text_that_scores_1(load, tokenizer, answer, text):
+    flags = {"answer_field": "answer.ground_truth"} if answer is NESTED else {}
     (problem,) = load({"p": "1+1=?", "answer": answer}, **flags)
     ids = common.encode_prompt(tokenizer, "1+1=?")
     assert problem == {"prompt": "1+1=?", "ids": ids, "answer": text}
     assert grpo.reward("", "#### " + text.split("####")[-1].strip(), problem["answer"]) == 1.0
 
 
-REFUSED = r"row 0 .*\'answer\'.*read_answer cannot use"
+@pytest.mark.parametrize("field", ["answer", "answer.truth", "reward"])
+def test_a_field_that_is_not_there_is_refused_with_the_fields_that_are(load, field):
+    with pytest.raises(SystemExit, match=rf"^error: row 0 .*'answer\.ground_truth'.*: '{field}'$"):
+        load({"p": "1+1=?", "answer": NESTED}, answer_field=field)
 
 
-def test_a_field_that_has_fields_is_refused_with_their_names(load):
-    with pytest.raises(SystemExit, match=r"row 0 .*'answer\.ground_truth'.*: 'answer'$"):
-        load({"p": "1+1=?", "answer": {"ground_truth": "34"}})
+UNUSABLE = [(row, text) for row in (0, 8) for text in (r"\text{even}", "even", "", None)]
+UNUSABLE += [(0, True), (0, ["34"]), (0, math.inf)]  # a column is of one type
 
 
-@pytest.mark.parametrize("answer", [r"\text{even}", "", None, True, ["34"], math.inf])
-def test_an_answer_that_cannot_be_used_ends_the_run_with_its_row(load, answer):
-    with pytest.raises(SystemExit, match=REFUSED) as caught:
-        load({"p": "1+1=?", "answer": answer})
-    assert "\n" not in str(caught.value)
-    if isinstance(answer, str):  # a column is of one type
-        with pytest.raises(SystemExit, match=REFUSED.replace("0", "8")):
-            load(*[{"p": "1+1=?", "answer": "2"}] * 8, {"p": "2?", "answer": answer})
+@pytest.mark.parametrize("row, answer", UNUSABLE)
+def test_an_answer_that_cannot_be_used_ends_the_run_with_its_row(load, row, answer):
+    words = rf"^error: row {row} .*'answer'.*read_answer cannot use the --answer-field [^\n]*$"
+    with pytest.raises(SystemExit, match=words):
+        load(*[{"p": "1+1=?", "answer": "2"}] * row, {"p": "2?", "answer": answer})
 
 
 # ------------------------------------- A reward of one's own -------------------------------------

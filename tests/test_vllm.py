@@ -249,7 +249,6 @@ def result(tmp_path_factory):
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_logprobs_are_the_trainers_after_every_hand_over(result, name, tied):
     found = result(f"{name} {tied}")
-    print(name, "tied" if tied else "untied", max(found[1::2]))
     assert max(found[1::2]) < CLOSE
     assert min(found[::2]) > 0.1  # measured: 0.8 to 8, so old weights would be seen
 
