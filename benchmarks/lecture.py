@@ -34,10 +34,7 @@ from lecture_claims import CLAIMS, RECORD
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
-os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of what a script left behind
 FORK = multiprocessing.get_context("forkserver")  # imports torch once, not in each run
-FORK.set_forkserver_preload(["__main__", "transformers.models.llama.modeling_llama"])
 NAMES = {
     "eval/accuracy": "held-out accuracy",
     "critic/explained_variance": "critic's explained variance",
@@ -277,6 +274,9 @@ def main():
     for job in jobs:
         steps[inputs(*job)] = max(steps[inputs(*job)], job[0]["steps"])
     (RESULTS / "lecture").mkdir(parents=True, exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of what a script left behind
+    FORK.set_forkserver_preload(["__main__", "transformers.models.llama.modeling_llama"])
     pool = ThreadPoolExecutor(2)
     try:
         runs = {key: pool.submit(run, *key, most) for key, most in steps.items()}

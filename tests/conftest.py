@@ -145,6 +145,3 @@ class Recorder:
     def step(self):
         gradients = [weight.grad.flatten() for weight in self.model.parameters()]
         self.gradients.append(torch.cat(gradients))
-
-    def zero_grad(self):
-        self.model.zero_grad()

@@ -6,46 +6,33 @@ import pytest
 from conftest import ROOT, printed
 
 BENCHMARKS = ROOT / "benchmarks"
-COMMON = """
-import json, sys
-folder, kind, checkpointing, rows, length, sizes = json.loads(sys.argv[1])
-sys.path.insert(0, folder)
-import torch, memory
-kind = getattr(torch, kind)
-def peak(sizes, rows, length):
-    config = memory.shape(memory.Qwen2Config, *sizes)
-    with memory.Storages() as storages:
-        model = memory.AutoModelForCausalLM.from_config(config)
-        device = torch.device("cpu")
-        return memory.learn(model, device, kind, checkpointing, rows, length, storages)[1]
-"""
-REAL = """
+EITHER = """
+import json, sys, torch, memory
+real, sizes, kind, checkpointing, rows, length = json.loads(sys.argv[1])
+config, kind = memory.shape(memory.Qwen2Config, *sizes), getattr(torch, kind)
+if not real:
+    print(memory.simulate(config, 1, checkpointing, rows, length, kind)[1])
+    sys.exit()
 group = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
 torch.distributed.init_process_group("gloo", **group)
-print(peak(sizes, rows, length))
+with memory.Storages() as storages:
+    model = memory.AutoModelForCausalLM.from_config(config)
+    print(memory.learn(model, torch.device("cpu"), kind, checkpointing, rows, length, storages)[1])
 """
-SIMULATED = """
-config = memory.shape(memory.Qwen2Config, *sizes)
-print(memory.simulate(config, 1, checkpointing, rows, length, kind)[1])
-"""
-
-
-def number(code, *settings):
-    """The number that code prints in a process of its own, where nothing else takes memory."""
-    words = "-c", COMMON + code, json.dumps([str(BENCHMARKS), *settings])
-    return int(printed(*words, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536").split()[-1])
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        ("float32", False, 4, 256, [256, 1024, 4, 4, 2, 8192]),
-        ("float32", True, 4, 256, [256, 1024, 4, 4, 2, 8192]),
-        ("bfloat16", False, 2, 128, [128, 512, 2, 2, 1, 4096]),  # which is sharded
+        ([256, 1024, 4, 4, 2, 8192], "float32", False, 4, 256),
+        ([256, 1024, 4, 4, 2, 8192], "float32", True, 4, 256),
+        ([128, 512, 2, 2, 1, 4096], "bfloat16", False, 2, 128),  # which is sharded
     ],
 )
 def test_simulation_is_what_a_real_update_creates(settings):
-    assert number(REAL, *settings) == pytest.approx(number(SIMULATED, *settings), rel=0.01)
+    programs = [("-c", EITHER, json.dumps([real, *settings])) for real in (True, False)]
+    real, simulated = (int(printed(*p, PYTHONPATH=str(BENCHMARKS)).split()[-1]) for p in programs)
+    assert real == pytest.approx(simulated, rel=0.01)
 
 
 def test_smallest_row():

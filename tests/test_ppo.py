@@ -177,7 +177,7 @@ def test_the_reward_model_scores_the_last_token_and_the_critic_begins_as_it(
 ):
     model, args = classifier(tmp_path, tokenizer, family)
     assert tokenizer.eos_token_id == 5
-    problems, texts = [{"prompt": "1+1=?"}, {"prompt": "21+32+10=?"}], ["2 is it", "53"]
+    problems, texts = [{"prompt": "1+1=?"}, {"prompt": "21+32+10=?"}], ["2 is it", "53 as it is"]
     expected = []
     for problem, text in zip(problems, texts, strict=True):  # one by one, without padding
         prompt = common.encode_prompt(tokenizer, problem["prompt"])
