@@ -142,15 +142,21 @@ ROW = '{"question": "1+1=?", "answer": "2"}\n'
 TEXTS = [None, "", "[1, 2]\n", "[" * 100_000, ROW + '{"question": "1+2=?", \n']
 TEXTS += [ROW.replace('"1+1=?"', bad) for bad in ("12", "null", r'"\ud800"')]
 TEXTS += [ROW.replace("question", "prompt")]
+TEXTS += [ROW.replace("}", f', "x": {"[" * 100_000}{"]" * 100_000}}}')]  # pyarrow would crash
 UNREADABLE = [("own.xyz", "1+1=?"), ("own.JSONL", ROW)]  # datasets knows .jsonl alone
 UNREADABLE += [("own.jsonl", text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name, text", UNREADABLE)
+@pytest.mark.parametrize("name, text", UNREADABLE, ids=range(len(UNREADABLE)))
 def test_a_file_that_is_not_read(name, text, tmp_path, tokenizer):
     if text is not None:
         (tmp_path / name).write_text(text)
     assert name in not_loaded(tokenizer, tmp_path / name)
+
+
+def test_text_may_have_many_brackets(tmp_path, tokenizer):
+    rows = [{**row, "x": "[" * 100_000} for row in sums(16)]
+    assert len(load(tokenizer, write(tmp_path / "own.jsonl", rows))) == 16
 
 
 def test_chat_messages_and_parts(tmp_path, tokenizer):
@@ -302,16 +308,6 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "--resume" in done.stderr
     run(script, "--resume", tmp_path / "run", "--steps", 1)
-
-
-def test_rows_nested_so_deeply_that_pyarrow_crashes(script, tmp_path):
-    path, row = tmp_path / "rows.jsonl", '{"question": "1+1=?", "answer": "2", "x": %s}\n'
-    path.write_text(row % ("[" * 100_000 + "]" * 100_000))
-    flags = [*FLAGS, "--split", "train", "--eval-split", "train", "--model", TINY / "model"]
-    flags += ["--dataset", path]
-    assert "rows.jsonl" in refused(script, *flags)
-    path.write_text(row % f'"{"[" * 100_000}"' * 16)  # text may have brackets
-    run(script, *flags, "--output-dir", tmp_path / "run")
 
 
 # --------------------------------------- Reward and engine ---------------------------------------

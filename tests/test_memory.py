@@ -8,27 +8,24 @@ from conftest import ROOT, printed
 BENCHMARKS = ROOT / "benchmarks"
 EITHER = """
 import json, sys, torch, memory
-real, sizes, kind, checkpointing, rows, length = json.loads(sys.argv[1])
-config, kind = memory.shape(memory.Qwen2Config, *sizes), getattr(torch, kind)
+real, sizes, dtype, checkpointing = json.loads(sys.argv[1])
+config, dtype = memory.shape(memory.Qwen2Config, *sizes), getattr(torch, dtype)
 if not real:
-    print(memory.simulate(config, 1, checkpointing, rows, length, kind)[1])
+    print(memory.simulate(config, 1, checkpointing, 4, 256, dtype)[1])
     sys.exit()
 group = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
 torch.distributed.init_process_group("gloo", **group)
 with memory.Storages() as storages:
     model = memory.AutoModelForCausalLM.from_config(config)
-    print(memory.learn(model, torch.device("cpu"), kind, checkpointing, rows, length, storages)[1])
+    print(memory.learn(model, torch.device("cpu"), dtype, checkpointing, 4, 256, storages)[1])
 """
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ([256, 1024, 4, 4, 2, 8192], "float32", False, 4, 256),
-        ([256, 1024, 4, 4, 2, 8192], "float32", True, 4, 256),
-        ([128, 512, 2, 2, 1, 4096], "bfloat16", False, 2, 128),  # which is sharded
-    ],
-)
+SIZES = [256, 1024, 4, 4, 2, 8192]
+SHARDED = [128, 512, 2, 2, 1, 4096], "bfloat16", False
+
+
+@pytest.mark.parametrize("settings", [(SIZES, "float32", False), (SIZES, "float32", True), SHARDED])
 def test_simulation_is_what_a_real_update_creates(settings):
     programs = [("-c", EITHER, json.dumps([real, *settings])) for real in (True, False)]
     real, simulated = (int(printed(*p, PYTHONPATH=str(BENCHMARKS)).split()[-1]) for p in programs)

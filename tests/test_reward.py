@@ -6,6 +6,7 @@ The six have one text, so GRPO's is tested.
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -15,8 +16,6 @@ import common
 import grpo
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
-
-
 # {answer: (completions that score 1, completions that score 0)}
 CASES = {
     r"\frac{3}{4}": ([r"\boxed{\frac{3}{4}}"], [r"\boxed{4}"]),  # not cut at the first brace
@@ -152,7 +151,10 @@ def test_score_hands_over_prompt_completion_and_answer_in_this_order(monkeypatch
     assert found == [1.0, 0.0] and type(found[0]) is float
 
 
-def test_a_reward_that_exits_is_an_error_and_no_success(monkeypatch):
-    monkeypatch.setattr(grpo, "reward", lambda *inputs: exit())
-    with pytest.raises(RuntimeError, match="exit"):
-        grpo.score([PROBLEM], ["x"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.5e38])
+def test_a_reward_that_float32_cannot_hold_is_named(value, one_process, tokenizer, monkeypatch):
+    monkeypatch.setattr(grpo, "reward", lambda *inputs: value)
+    ids = tokenizer("12")["input_ids"]
+    engine = SimpleNamespace(generate=lambda *inputs: [(ids, [0.0, 0.0])])
+    with pytest.raises(SystemExit, match=f"'12' for '1\\+1=.' is {value}".replace("e+", "e.")):
+        grpo.rollout(engine, tokenizer, [({**PROBLEM, "ids": []}, 0)], 1.0)
