@@ -52,10 +52,10 @@ NAMES = {
 def start(folder, words):
     """What a forked process does: it becomes `python words` in a folder."""
     os.chdir(folder)
-    screen = os.open("screen", os.O_WRONLY | os.O_CREAT)
+    screen = os.open("screen", os.O_WRONLY)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
-    sys.argv, sys.path[0] = words, folder
+    sys.argv, sys.path = words, [folder, *sys.path]
     for name in ("common", "ppo", "reinforce", "rloo"):
         sys.modules.pop(name, None)  # what lies in the folder counts
     runpy.run_path(words[0], run_name="__main__")
@@ -74,11 +74,13 @@ def run(script, flags, edits, seed, steps):
         Path(folder, f"{script}.py").write_text(text, encoding="utf-8")
         words = [f"{script}.py", "--rollout-engine", "transformers", "--output-dir", "run"]
         words += [*f"--seed {seed} --steps {steps} --save-every 1000".split(), *flags]
+        screen = Path(folder, "screen")
+        screen.touch()
         process = FORK.Process(target=start, args=(folder, words))
         process.start()
         process.join()
-        if process.exitcode:
-            raise RuntimeError(f"{' '.join(words)}\n{Path(folder, 'screen').read_text()}")
+        if not Path(folder, "run", "model").exists():  # is written last; an exit status may be
+            raise RuntimeError(f"{' '.join(words)}\n{screen.read_text()}")  # another thread's
         rows = [json.loads(line) for line in open(Path(folder, "run", "metrics.jsonl"))]
         samples = [json.loads(line) for line in open(Path(folder, "run", "samples.jsonl"))]
     keep = ["step", "eval/accuracy", "reward/mean", "generation/length", "policy/entropy"]
@@ -274,13 +276,14 @@ def main():
     for job in jobs:
         steps[inputs(*job)] = max(steps[inputs(*job)], job[0]["steps"])
     (RESULTS / "lecture").mkdir(parents=True, exist_ok=True)
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = f"{ROOT}/benchmarks{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of what a script left behind
-    FORK.set_forkserver_preload(["__main__", "transformers.models.llama.modeling_llama"])
+    imports = ["variance", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+    FORK.set_forkserver_preload(imports)
     pool = ThreadPoolExecutor(2)
     try:
         runs = {key: pool.submit(run, *key, most) for key, most in steps.items()}
-        gradients = pool.submit(variance.run) if "variance" in again else None
         for claim in CLAIMS:
             path = RESULTS / "lecture" / f"{claim['name']}.jsonl"
             own = [job for job in jobs if job[0] is claim]
@@ -294,11 +297,11 @@ def main():
             for label, (mean, low, high, _) in numbers(claim, records).items():
                 words = f"{claim['name']:14} {label:28} {mean:.3f} ({low:.3f}-{high:.3f})"
                 print(words, flush=True)
-        if gradients:
-            text = json.dumps(gradients.result(), indent=1) + "\n"
-            (RESULTS / "lecture" / "variance.json").write_text(text, encoding="utf-8")
     finally:
         pool.shutdown(cancel_futures=True)
+    if "variance" in again:
+        text = json.dumps(variance.run(), indent=1) + "\n"
+        (RESULTS / "lecture" / "variance.json").write_text(text, encoding="utf-8")
     (RESULTS / "README.md").write_text(readme(), encoding="utf-8")
 
 

@@ -63,7 +63,7 @@ CLAIMS = [
         "[3e-4 | 3e-5]).",
         {
             "1e-3": ("rloo", "--learning-rate 1e-3", {}),
-            "3e-4": ("rloo", "--learning-rate 3e-4", {}),
+            "3e-4": ("rloo", "", {}),
             "3e-5": ("rloo", "--learning-rate 3e-5", {}),
         },
         flag="--learning-rate",
@@ -123,8 +123,8 @@ CLAIMS = [
         "One epoch, four minibatches: ε = 3e-4 reaches [3e-4], .01 [.01], .2 [.2] at that step "
         "([3e-4 | .01]).",
         {
-            "3e-4": ("gspo", "", {}),
-            ".01": ("gspo", "--clip-eps-low 0.01 --clip-eps-high 0.01", {}),
+            "3e-4": ("gspo", "--clip-eps-low 3e-4 --clip-eps-high 4e-4", {}),
+            ".01": ("gspo", "", {}),
             ".2": ("gspo", "--clip-eps-low 0.2 --clip-eps-high 0.2", {}),
         },
         flag="--clip-eps-low, -high",
