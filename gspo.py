@@ -490,26 +490,27 @@ def rollout(engine, tokenizer, rows, temperature):
     get all. Returns (ids, the engine's log-probs of them, text, reward) of each."""
     gathered = [None] * dist.get_world_size()
     share = math.ceil(len(rows) / len(gathered))
-    rows, done = rows[dist.get_rank() * share :][:share], []
+    rows = rows[dist.get_rank() * share :][:share]
     problems, seeds = [problem for problem, _ in rows], [seed for _, seed in rows]
     sampled = engine.generate([problem["ids"] for problem in problems], seeds, temperature)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sampled]
-    scored = zip(problems, sampled, texts, score(problems, texts), strict=True)
-    for problem, (ids, logprobs), text, value in scored:
-        if not abs(value) < 1e30:
-            sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {value}")
-        done.append((ids, logprobs, text, value))
+    scored = zip(sampled, texts, score(problems, texts), strict=True)
+    done = [(ids, logprobs, text, value) for (ids, logprobs), text, value in scored]
     dist.all_gather_object(gathered, done)
     return sum(gathered, [])
 
 
 def score(problems, texts):
-    """The rewards of a completion of each problem."""
-    pairs = zip(problems, texts, strict=True)
-    try:
-        return [float(reward(p["prompt"], text, p["answer"])) for p, text in pairs]
-    except SystemExit as error:  # or the run would end as if it were done
-        raise RuntimeError("reward called exit") from error
+    """The rewards of completions. Ends the run where one is no finite number."""
+    values = []
+    for problem, text in zip(problems, texts, strict=True):
+        try:
+            values.append(float(reward(problem["prompt"], text, problem["answer"])))
+        except SystemExit as error:  # or the run would end as if it were done
+            raise RuntimeError("reward called exit") from error
+        if not abs(values[-1]) < 1e30:
+            sys.exit(f"error: the reward of {text!r} for {problem['prompt']!r} is {values[-1]}")
+    return values
 
 
 def evaluate(engine, tokenizer, problems):

@@ -2,7 +2,6 @@
 
     python tests/mutate.py               # all mutations, two at a time
     python tests/mutate.py clip          # those that have "clip" in them
-    python tests/mutate.py clip --tests tests/test_runs.py tests/test_resume.py
 
 It is run by hand: half an hour. Each is tried on the fast tests, and what lives on those of whole
 runs. A survivor is a missing test, or a change that changes nothing.
@@ -71,7 +70,7 @@ ppo: critic.zero_grad() ⇒ pass
 *: if cap := args.mismatch_cap: ⇒ if cap := 0:
 *: rollout_correction(old_logprobs, engine ⇒ rollout_correction(logprobs.detach(), engine
 *: engine_logprobs, mask, cap) ⇒ engine_logprobs, mask, 2.0)
-*: if not abs(value) < 1e30: ⇒ if False:
+*: if not abs(values[-1]) < 1e30: ⇒ if False:
 *: if step < args.steps: ⇒ if True:
 *: engine.sync((name, ⇒ step > start or engine.sync((name,
 *: self.model.load_state_dict(dict(weights)) ⇒ pass
@@ -98,6 +97,7 @@ ppo grpo gspo cispo: in minibatches * args.update_epochs: ⇒ in minibatches:
 ppo grpo gspo cispo: ["loss/policy"] += loss.item() / updates ⇒ ["loss/policy"] += loss.item()
 ppo: ["loss/value"] += loss.item() / updates ⇒ ["loss/value"] += loss.item()
 ppo grpo gspo cispo: whole(norm).item() / updates ⇒ whole(norm).item()
+*: / processes  # each ⇒ # each
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, high, high)
 ppo grpo gspo cispo: mask, low, high) ⇒ mask, low, low)
 ppo grpo gspo cispo: advantages, mask, low, high) ⇒ advantages, mask)

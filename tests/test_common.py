@@ -18,7 +18,6 @@ from tokenizers import models, pre_tokenizers, processors
 import common
 
 NAN, INF = math.nan, math.inf
-
 # ---------------------------------------- Tokenizers ----------------------------------------
 BOS, EOS, UNK, HI, USER, ASSISTANT = range(6)
 WORDS = {"<s>": BOS, "</s>": EOS, "<unk>": UNK, "hi": HI, "user": USER, "assistant": ASSISTANT}

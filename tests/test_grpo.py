@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import Recorder, flat_gradient, make_batch, naive, near
+from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,7 +140,7 @@ def test_no_distance_to_the_old_policy_is_infinite(policy_loss, distance, advant
         near(gradient, [[-5.0 * advantage * (sign > 0)] * 2])
     elif advantage < 0 < sign:  # what is bad and far too likely: descent makes it less so
         assert (gradient > 0).all()
-    else:  # clipped at 1.2 or at 0.8, and else the ratio is 0
+    else:  # clipped at 1.2 or at 0.8, and else the ratio or A is 0
         near(loss, [[{(1, 1): -1.2, (-1, -1): 0.8}.get((advantage, sign), 0.0)] * 2])
         assert not gradient.any()
 
@@ -171,7 +172,7 @@ ADVANTAGES = torch.tensor([[2.0], [1.0], [-1.0], [3.0], [1.5], [-0.5], [2.0], [-
 
 def arguments(script, **flags):
     """Of one update, whose gradient has any norm."""
-    own = {"minibatches": 1} if script is grpo else {}
+    own = {} if script in (reinforce, rloo) else {"minibatches": 1}
     return script.Args(max_grad_norm=1e9, max_completion_tokens=32, **own, **flags)
 
 
@@ -209,12 +210,25 @@ def test_the_gradient_is_the_formulas_whatever_the_micro_batches(
 def test_without_any_advantage_momentum_alone_moves_the_weights(one_process, tiny_model, script):
     batch = make_batch(tiny_model, ADVANTAGES)
     optimizer = script.make_optimizer(tiny_model)
-    script.update(tiny_model, optimizer, batch, arguments(script))
-    batch["advantages"] = torch.zeros(12, 1)
+    script.update(tiny_model, optimizer, batch, arguments(script))  # at a learning rate of 0
+    before = parameters_to_vector(tiny_model.parameters())
+    batch["advantages"], optimizer.param_groups[0]["lr"] = torch.zeros(12, 1), 1e-3
     metrics = script.update(tiny_model, optimizer, batch, arguments(script))
     assert metrics["policy/grad_norm"] == metrics["loss/policy"] == 0.0
+    assert (parameters_to_vector(tiny_model.parameters()) - before).norm() > 0.01
     # A weight without a gradient, and not one of 0, would be left out.
     assert {state["step"].item() for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("script", [reinforce, rloo, grpo, gspo, cispo], ids=lambda s: s.SCRIPT)
+def test_metrics_are_sums_over_the_processes(one_process, tiny_model, script, monkeypatch):
+    # As if a second process found in its half of the rows what this one finds in its own.
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(script.dist, "all_reduce", lambda totals: totals.mul_(2))
+    recorder, batch = Recorder(tiny_model), make_batch(tiny_model, ADVANTAGES)
+    metrics = script.update(tiny_model, recorder, batch, arguments(script))
+    norm = recorder.gradients[0].norm().item()
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 
+import lecture
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, read_jsonl
@@ -31,11 +32,6 @@ def test_what_is_named_exists(name):
         assert hasattr(importlib.import_module(module), attribute)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`?((?:tests|benchmarks)/\w+\.py)", TEXT))))
-def test_a_file_that_is_named_exists(path):
-    assert (ROOT / path).exists()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_flags_of_a_command_exist_and_are_accepted(command):
     script = command.split(".py")[0].split()[-1]
@@ -51,22 +47,22 @@ def test_the_changed_lines_in_the_table_are_the_files():
         assert len(changed(*(source(name).splitlines() for name in pair))) == int(count), pair
 
 
-def test_the_pictures_that_the_readme_links_to_are_there():
+def test_the_pictures_and_files_that_are_named_are_there():
     links = set(re.findall(r"results/README\.md#([\w-]+)", README))
     assert len(links) >= 15 and links <= set(re.findall(r'<a id="([\w-]+)">', RESULTS))
+    for path in re.findall(r"(?:tests|benchmarks)/\w+\.py", TEXT):
+        assert (ROOT / path).exists(), path
     for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", RESULTS):
         assert (ROOT / "results" / path).exists(), path
 
 
-@pytest.fixture
-def lecture(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("lecture")
-
-
-def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs(lecture):
+def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs():
     assert lecture.readme() == RESULTS, "run: python benchmarks/lecture.py --draw"
     assert RESULTS.count(" the spread of ") >= 3
+    for claim in lecture.CLAIMS:
+        for record in lecture.read(claim):
+            last = record["rows"][-1]["step"]
+            assert last == claim["steps"] and 0 <= lecture.value(claim, record) <= 1
     runs = read_jsonl(ROOT / "results" / "lecture" / "baseline.jsonl")
     runs = [run["rows"] for run in runs if run["setting"] == "none"]
     right = [row["eval/accuracy"] for rows in runs for row in rows if row["step"] == 30]
@@ -74,7 +70,7 @@ def test_the_numbers_of_the_gallery_are_those_of_the_stored_runs(lecture):
     assert len(right) == 3 and f"| none | {numbers} |" in RESULTS
 
 
-def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
+def test_when_a_share_is_reached_and_when_a_run_is_stopped():
     records, keys = [], ("step", "eval/accuracy", "time/step", "engine/mismatch")
     for shares in ([0.1, 0.3, 0.6], [0.1, 0.3, 0.3, 0.3, 0.7, 0.8]):  # .15 nats in row 2
         rows = [(i, share, 2.0, share / 4) for i, share in enumerate(shares)]
@@ -88,7 +84,7 @@ def test_when_a_share_is_reached_and_when_a_run_is_stopped(lecture):
     assert lecture.stop("a", records, 0.2) == "never"
 
 
-def test_the_spread_of_gradients(lecture):
+def test_the_spread_of_gradients():
     # Entries (0, 2) and (1, 1): variances 2 and 0, means 1 and 1; |mean|^2 - variance / 2 = 1.
     variance, _, signal = lecture.variance.spread(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
     assert (variance, signal) == (2, 1)

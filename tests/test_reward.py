@@ -1,12 +1,8 @@
-"""The reward of the built-in scripts, the reading of the data's answers, and a reward's misuse.
-
-The six have one text, so GRPO's is tested.
-"""
+"""The reward, the reading of the data's answers, and a reward's misuse; the six have one text."""
 
 import json
 import math
 import time
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -152,9 +148,7 @@ def test_score_hands_over_prompt_completion_and_answer_in_this_order(monkeypatch
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.5e38])
-def test_a_reward_that_float32_cannot_hold_is_named(value, one_process, tokenizer, monkeypatch):
-    monkeypatch.setattr(grpo, "reward", lambda *inputs: value)
-    ids = tokenizer("12")["input_ids"]
-    engine = SimpleNamespace(generate=lambda *inputs: [(ids, [0.0, 0.0])])
+def test_a_reward_that_float32_cannot_hold_ends_the_run_and_is_named(value, monkeypatch):
+    monkeypatch.setattr(grpo, "reward", lambda *inputs: value if inputs[1] else 0.0)
     with pytest.raises(SystemExit, match=f"'12' for '1\\+1=.' is {value}".replace("e+", "e.")):
-        grpo.rollout(engine, tokenizer, [({**PROBLEM, "ids": []}, 0)], 1.0)
+        grpo.score([PROBLEM] * 2, ["", "12"])
