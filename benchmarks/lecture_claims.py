@@ -294,7 +294,6 @@ CLAIMS = [
         "They end at [reinforce], [rloo], [ppo], [grpo], [gspo] and [cispo], in this order.",
         {name: (name, "", {}) for name in ("reinforce", "rloo", "ppo", "grpo", "gspo", "cispo")},
         seeds=5,
-        flags="--eval-every 2",
         reach=[0.5, 0.75, 0.9],
         beside=["reward/mean"],
     ),

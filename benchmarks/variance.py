@@ -10,6 +10,7 @@ of the same policy on other prompts. The best constant is the b with the least v
 g_none - b g_1, g_1 being the gradient with each advantage 1: cov(g_none, g_1) / var(g_1).
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -95,14 +96,16 @@ def spread(gradients):
     return [round(number, 5) for number in (variance, squares.std().item() / draws**0.5, signal)]
 
 
-def run():
-    """Measures the two policies, one thread each; returns what measure does of them."""
+def run(path):
+    """Measures the two policies, one thread each, and writes what measure returns of them."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / "rloo.py", "--steps", str(RLOO_STEPS)]
         command += ["--rollout-engine", "transformers", "--output-dir", f"{folder}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return [measure(path) for path in (ROOT / "tiny" / "model", Path(folder, "run", "model"))]
+        models = ROOT / "tiny" / "model", Path(folder, "run", "model")
+        text = json.dumps([measure(model) for model in models], indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def table(policies):
