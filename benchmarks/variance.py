@@ -109,7 +109,7 @@ def run(path):
 
 
 def table(policies):
-    """The lines of a table of what run returned."""
+    """The lines of a table of what run wrote."""
     titles = ""
     for policy in policies:
         titles += f" variance at mean reward {policy['reward']:.2f} | of none | length of E g |"
