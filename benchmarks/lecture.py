@@ -1,6 +1,6 @@
 """The lecture's claims, each as runs on the built-in task and one picture.
 
-    python benchmarks/lecture.py                   # all of them: about an hour on two cores
+    python benchmarks/lecture.py                   # all of them: about 40 minutes on two cores
     python benchmarks/lecture.py baseline clip     # some
     python benchmarks/lecture.py --draw            # no run: pictures and results/README.md again
 
