@@ -96,6 +96,7 @@ CLAIMS = [
             "no clip": ("ppo", OFF, {}),
         },
         flags=MANY,
+        seeds=5,
     ),
     claim(
         "gspo-many",
@@ -289,8 +290,8 @@ CLAIMS = [
         "The built-in task with each script's own defaults. Seconds are of two runs at a time on a "
         "shared machine, and have the evaluations in them.",
         ACCURACY,
-        60,
-        60,
+        40,
+        40,
         "They end at [reinforce], [rloo], [ppo], [grpo], [gspo] and [cispo], in this order.",
         {name: (name, "", {}) for name in ("reinforce", "rloo", "ppo", "grpo", "gspo", "cispo")},
         seeds=5,
