@@ -44,7 +44,7 @@ SIZE |= {"vllm_scripts": SCRIPTS, "flags": ["--dtype", "bfloat16", "--steps", 15
 TINY = {"model": memory.shape(memory.Qwen2Config, 64, 192, 2, 2, 1, 512), "rows": (4, 64)}
 TINY |= {"head": (2048, 8192, 64), "head_time": float("inf"), "update_rows": (2, 128)}
 TINY |= {"updates": ["tiny"], "engine": None, "samples": (8, 16), "vllm_scripts": []}
-TINY |= {"flags": [*SIZE["flags"][:3], 2, "--prompts-per-step", 4, "--eval-split", "train[:20]"]}
+TINY |= {"flags": [*SIZE["flags"][:3], 1, "--prompts-per-step", 4, "--eval-split", "train[:4]"]}
 
 
 # ------------------------------------------- Helpers -------------------------------------------
